@@ -12,12 +12,16 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import dumped
+from minirl.checkpoint.changes import head_of
+from minirl.config.parse import save_config
+from minirl.config.rl import RLConfig
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
@@ -81,6 +85,7 @@ def test_a_real_run_leaves_what_its_training_made_of_each_token(real):
                 advantages = np.array(values["advantage"])
                 assert len(set(advantages[sampled])) == 1 and not advantages[~sampled].any()
                 assert "".join(t["texts"]).startswith("Spell") or t["texts"]
+            assert [t["row"]["answer"][::-1] in t["prompt"] for t in shown] == [True] * 4
             # GRPO by hand.
             rewards = np.array([t["shaped"] for t in shown])
             deviation = rewards.std(ddof=1)
@@ -118,22 +123,52 @@ def groups_of(run: Path, **given: str) -> list[tuple[int, int]]:
 def test_filters_and_orders(run):
     everything = [(step, 4 * step + n) for step in (2, 1, 0) for n in range(4)]
     assert groups_of(run) == everything
-    assert groups_of(run, flags="truncated") == [(2, 8), (1, 4), (0, 0)]
+    assert groups_of(run, flags="cut_off") == [(2, 8), (1, 4), (0, 0)]
     assert groups_of(run, flags="failed") == [(2, 9), (1, 5), (0, 1)]
     assert groups_of(run, flags="equal") == [(2, 10), (1, 6), (0, 2)]
-    assert groups_of(run, flags="truncated,failed") == []
+    assert groups_of(run, flags="cut_off,failed") == []
     assert (0, 2) not in groups_of(run, unequal="1") and len(groups_of(run, unequal="1")) == 9
     assert groups_of(run, first="1", last="1") == [(1, 4 + n) for n in range(4)]
     assert groups_of(run, sort="mismatch")[:2] == [(2, 11), (2, 10)]
     assert groups_of(run, sort="mismatch", ascending="1")[0] == (0, 0)
     assert groups_of(run, size="5", page="2") == everything[10:]
     assert groups_of(run, size="5", page="9") == []
+    assert groups_of(run, search="OWNED") == [(2, 8), (1, 4), (0, 0)]
+    assert groups_of(run, search="Word 1") == [(2, 10), (2, 11), (0, 1)]
+    assert groups_of(run, search="valueerror", last="1") == [(1, 5), (0, 1)]
+    assert groups_of(run, search="completion") == []  # a name in the file, and no text
+
+
+def test_a_search_finds_what_is_new(run, tmp_path):
+    copy = tmp_path / "growing"
+    shutil.copytree(run, copy)
+    runs = Runs([copy])
+    query = parse_query({"search": '\u00fcber "x"'})
+    assert runs.groups(0, query)["total"] == 0
+    tokenizer = make_tokenizer([])
+    found = dumped.trajectory(99, 0, "drow", tokenizer, completion='so \u00fcber "X"')
+    dumped.write_step(copy / "rollouts", 3, [found])
+    assert [g["group"] for g in runs.groups(0, query)["groups"]] == [99]
+
+
+def test_histograms_count_every_episode(run):
+    runs = Runs([run])
+    histograms = runs.groups(0, parse_query({"first": "1"}))["histograms"]
+    rewards, lengths = histograms["reward"], histograms["sampled tokens"]
+    # Of each step: 8 episodes of the first two groups and the last one earn 1 by turns, 4 of a
+    # group all do.
+    assert (rewards["counts"][0], rewards["counts"][-1]) == (2 * 6, 2 * 10)
+    assert sum(rewards["counts"]) == sum(lengths["counts"]) == 2 * 16
+    assert (lengths["edges"][0], lengths["counts"][0]) == (4, 2 * 15)  # "drow"
+    longest = len(dumped.NASTY)
+    assert lengths["edges"][-2] <= longest <= lengths["edges"][-1] and lengths["counts"][-1] == 2
+    assert runs.groups(0, parse_query({"first": "9"}))["histograms"] == {}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"flags": "tall"}, "flags = .'tall'.: choose of truncated, failed, equal"),
+        ({"flags": "tall"}, "flags = .'tall'.: choose of cut_off, failed, equal"),
         ({"sort": "__class__"}, "sort = '__class__': choose of step"),
         ({"page": "../etc"}, "page = '../etc' is no whole number"),
     ],
@@ -402,12 +437,17 @@ def browser():
         found.close()
 
 
+def refused_by_policy(said: str) -> list[str]:
+    return [said] if "Content Security Policy" in said else []
+
+
 @pytest.fixture
 def page(browser):
     opened = browser.new_page(viewport={"width": 1500, "height": 950})
     opened.set_default_timeout(SECONDS)
     opened.problems = []
     opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.on("console", lambda said: opened.problems.extend(refused_by_policy(said.text)))
     opened.asked = []
     opened.on("request", lambda request: opened.asked.append(request.url))
     yield opened
@@ -423,6 +463,13 @@ def wait_until(page, expression: str) -> None:
         page.wait_for_timeout(50)
 
 
+def curve(page, metric: str) -> list[list[float]]:
+    """What the chart of a metric draws: steps, and the values of each line."""
+    plot = f"document.querySelector('[data-metric=\"{metric}\"]')?.plot"
+    wait_until(page, f"Boolean({plot})")
+    return page.evaluate(f"{plot}.data.map((values) => [...values])")
+
+
 def save(page, name: str) -> None:
     """Leave a screenshot where $MINIRL_SCREENSHOTS says, if it does."""
     folder = os.environ.get("MINIRL_SCREENSHOTS")
@@ -433,28 +480,35 @@ def save(page, name: str) -> None:
 def test_curves_of_a_real_run(page, serve, real):
     server = serve(real)
     page.goto(server.url)
-    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    logged = [json.loads(line) for line in (real / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in logged if row["phase"] == "rl"]
+    assert curve(page, "rl/reward") == [[0, 1], rewards]
     assert page.locator(".badge.finished").count() == 1
     save(page, "curves")
     page.fill("#search", "longest")
     page.check("#metric-rl\\/longest_answer")
-    page.wait_for_selector('[data-metric="rl/longest_answer"] path.line', state="attached")
+    assert len(curve(page, "rl/longest_answer")) == 2
     before = page.locator('[data-metric="rl/loss"]').count()
     page.fill("#search", "rl/loss")
     page.check("#metric-rl\\/loss")
     assert (before, page.locator('[data-metric="rl/loss"]').count()) == (0, 1)
-    assert page.locator("path.raw").count() == 0
     page.locator("#smoothing").fill("0.8")
-    assert page.locator("path.raw").count() > 0
+    steps, raw, smooth = curve(page, "rl/reward")
+    assert (steps, raw) == ([0, 1], rewards)
+    assert smooth == pytest.approx([raw[0], (0.16 * raw[0] + 0.2 * raw[1]) / 0.36])
 
     page.click("nav >> text=time")
-    page.wait_for_selector(".chart rect")
+    page.wait_for_selector(".chart canvas")
     assert "rollout" in page.inner_text("table")
     page.click("nav >> text=answers")
     page.wait_for_selector(".answer")
     page.click("nav >> text=settings")
-    page.wait_for_selector("pre.panel")
-    assert "prompts_per_step: 4" in page.inner_text("pre.panel")
+    page.wait_for_selector(".settings")
+    changed, defaults = page.locator(".panel").all()
+    assert "rollout.prompts_per_step\t16\t4" in changed.inner_text()
+    assert "algo.clip_low" not in changed.inner_text()
+    defaults.locator("summary").click()
+    assert "algo.clip_low\t0.2\t0.2" in defaults.inner_text()
 
     page.click("nav >> text=trajectories")
     page.wait_for_selector(".trajectory")
@@ -496,15 +550,166 @@ def test_filters_colours_and_hostile_texts(page, served):
     wait_until(page, "document.querySelector('#detail').textContent.includes('group 9')")
 
 
+def test_back_goes_back_and_a_link_shows_one_episode(page, served):
+    page.goto(served.url)
+    page.wait_for_selector(".chart canvas >> nth=0")
+    page.click("nav >> text=trajectories")
+    page.click("text=step 1 · group 5")
+    wait_until(page, "document.querySelector('#detail').textContent.includes('group 5')")
+    page.click("text=step 0 · group 2")
+    wait_until(page, "document.querySelector('#detail').textContent.includes('group 2')")
+    page.go_back()
+    wait_until(page, "document.querySelector('#detail').textContent.includes('group 5')")
+    address = page.locator(".trajectory >> nth=2").locator("a").get_attribute("href")
+    page.go_back()
+    page.go_back()
+    page.wait_for_selector(".chart canvas >> nth=0")
+    assert page.locator('nav [aria-selected="true"]').inner_text() == "curves"
+
+    page.goto("about:blank")
+    page.goto(served.url + address)
+    page.wait_for_selector('.trajectory[aria-current="true"]')
+    assert page.inner_text('.trajectory[aria-current="true"] h2').startswith("episode 2")
+    assert "group 5" in page.inner_text("#detail summary")
+    page.goto(f"{served.url}#trajectories?run=0&step=9&group=9")
+    page.wait_for_selector("text=step 9 has no group 9")
+
+
+def test_texts_are_found_and_counted(page, served):
+    page.goto(f"{served.url}#trajectories")
+    page.wait_for_selector(".trajectory")
+    readings = [reading.inner_text() for reading in page.locator("#histograms .reading").all()]
+    assert readings == ["48 episodes", "48 episodes"]
+    page.fill("#text", "OWNED")
+    page.press("#text", "Enter")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 3")
+    assert page.locator(".flag.found").count() == 1  # of the four episodes of the group
+    page.wait_for_selector("#histograms >> text=12 episodes")
+
+
+def test_rows_and_reasons_are_shown(page, run, serve, tmp_path):
+    """Of an agent, whose row has no prompt, and two of whose episodes came to nothing."""
+    copy = tmp_path / "agent"
+    shutil.copytree(run, copy)
+    tokenizer = make_tokenizer([])
+    common = {"prompt": "", "row": {"task": "Book a flight.", "level": "3"}}
+    refusal = "response_format has the type 'grammar'"
+    infos = [
+        {},
+        {"env": {"turns": 0, "truncated": 1.0}},
+        {"refusal": refusal},
+        {"endpoint": {"outside_loss": 1.0}},
+    ]
+    dumped_ones = []
+    for episode, info in enumerate(infos):
+        text = "" if info else "done"
+        t = dumped.trajectory(77, episode, text, tokenizer, **common, **info)
+        if info:
+            for name in ("tokens", "sampled", "logprobs", "turn_rewards", "versions"):
+                setattr(t, name, getattr(t, name)[:0])
+        dumped_ones.append(t)
+    one = SimpleNamespace(rank=0, world_size=1)
+    records.write_step(dumped_ones, copy / "rollouts", 3, one)
+    page.goto(f"{serve(copy).url}#trajectories")
+    page.wait_for_selector(".trajectory")
+    assert "task: Book a flight. · level: 3" in page.locator(".group-item").first.inner_text()
+    row = [cell.inner_text() for cell in page.locator("#detail td").all()]
+    assert row == ["task", "Book a flight.", "level", "3"]
+    texts = [box.inner_text() for box in page.locator(".trajectory").all()]
+    assert "The policy sampled no token" not in texts[0]
+    assert "no token: a limit of tokens or turns left no room" in texts[1]
+    assert f"no token: the endpoint refused the agent's last request: {refusal}." in texts[2]
+    assert "no token: all its tokens were held to a format or a call" in texts[3]
+
+
+def test_what_goes_wrong_in_a_tab_stays_visible(page, serve, run, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(run, live)
+    failing = {"status": 400, "json": {"error": {"message": "the disk is on fire"}}}
+    page.route("**/api/groups*", lambda route: route.fulfill(**failing))
+    page.goto(f"{serve(live).url}#trajectories")
+    page.wait_for_selector("#problem >> text=the disk is on fire")
+    dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])
+    wait_until(page, "state.rows[0].lines['rl/reward'].length === 4")
+    for _ in range(2):  # refreshes
+        with page.expect_response("**/api/metrics*"):
+            pass
+    assert "the disk is on fire" in page.inner_text("#problem")
+    page.unroute("**/api/groups*")
+    dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 4, "reward": 0.9}])
+    page.wait_for_selector(".trajectory")
+    assert page.inner_text("#problem") == ""
+
+
+def test_charts_zoom_and_have_a_log_axis(page, serve, run, tmp_path):
+    copy = tmp_path / "many"
+    shutil.copytree(run, copy)
+    phases = {f"time/phase_{i}": 1.0 + i for i in range(20)}
+    rows = [{"phase": "rl", "step": step, "reward": step, **phases} for step in range(3, 101)]
+    dumped.write_rows(copy / "metrics.jsonl", rows)
+    page.goto(serve(copy).url)
+    assert len(curve(page, "rl/reward")[0]) == 101
+    reward = "document.querySelector('[data-metric=\"rl/reward\"]').plot"
+    assert page.evaluate(f"{reward}.axes[0].label") == "step"
+    assert page.evaluate(f"{reward}.scales.y.distr") != 3
+    drawn = page.evaluate(
+        f"[...{reward}.ctx.getImageData(0, 0, {reward}.ctx.canvas.width, 200).data]"
+    )
+    pixels = np.array(drawn).reshape(-1, 4)
+    assert (pixels[:, :3] == [0x3B, 0x7D, 0xDD]).all(axis=1).sum() > 50  # the run's line
+
+    area = page.locator('[data-metric="rl/reward"] .u-over').bounding_box()
+    page.mouse.move(area["x"] + area["width"] * 0.25, area["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(area["x"] + area["width"] * 0.5, area["y"] + 60, steps=5)
+    page.mouse.up()
+    for metric in ("rl/reward", "rl/entropy"):
+        plot = f"document.querySelector('[data-metric=\"{metric}\"]').plot"
+        wait_until(page, f"{plot} && {plot}.scales.x.min > 20 && {plot}.scales.x.max < 55")
+    page.click("#all-steps")
+    wait_until(page, f"{reward} && {reward}.scales.x.max === 100")
+    page.check("#log")
+    wait_until(page, f"{reward} && {reward}.scales.y.distr === 3")
+    assert curve(page, "rl/reward")[1][0] is None  # of 0, which has no logarithm
+
+    page.uncheck("#group-rl")
+    page.check("#group-rl\\/time")
+    assert page.locator(".columns .chart").count() == 23  # all of rl/time
+    page.click("nav >> text=time")
+    page.wait_for_selector(".chart canvas")
+    keys = page.locator(".key").evaluate_all("es => es.map(e => e.style.background)")
+    assert len(keys) == 22 and len(set(keys)) == 22  # two of them are the first rows'
+
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(ground) == "rgb(245, 246, 248)"
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(ground) == "rgb(20, 24, 31)"
+
+
 def test_two_runs_are_compared(page, serve, run, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    server = serve(run, other)
-    page.goto(server.url)
-    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
-    assert page.locator('[data-metric="rl/reward"] path.line').count() == 2
+    runs = []
+    for name, lr in (("slow", 1e-6), ("fast", 3e-6)):
+        shutil.copytree(run, tmp_path / name)
+        cfg = RLConfig(num_steps=7)
+        cfg.policy.lr = lr
+        path = tmp_path / name / "config.yaml"
+        save_config(cfg, path)
+        path.write_text(head_of(RLConfig) + path.read_text())
+        runs.append(tmp_path / name)
+    server = serve(*runs)
+    page.goto(f"{server.url}#settings")
+    page.wait_for_selector(".settings")
+    texts = [panel.inner_text() for panel in page.locator(".panel").all()]
+    assert texts[0].splitlines()[1:] == [
+        "setting\tdefault\tslow\tfast",
+        "policy.lr\tnull\t1e-6\t3e-6",
+    ]
+    assert "num_steps\t100\t7\t7" in texts[1] and len(texts) == 3
+
+    page.click("nav >> text=curves")
+    assert len(curve(page, "rl/reward")) == 3  # steps, and two lines
     page.uncheck("#show-1")
-    assert page.locator('[data-metric="rl/reward"] path.line').count() == 1
+    assert len(curve(page, "rl/reward")) == 2
 
 
 def test_the_page_follows_a_run(page, serve, run, tmp_path):
@@ -512,7 +717,7 @@ def test_the_page_follows_a_run(page, serve, run, tmp_path):
     shutil.copytree(run, live)
     server = serve(live)
     page.goto(server.url)
-    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    assert curve(page, "rl/reward")[0] == [0, 1, 2]
     dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])
     wait_until(
         page,
@@ -532,10 +737,13 @@ def test_the_page_follows_a_run(page, serve, run, tmp_path):
 def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
     file = tmp_path / "mine.html"
     assert main([str(run), "--export", str(file), "--share", "1"]) == 0
-    assert "with 12 groups" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {file} with 12 of 12 groups of trajectories, and with all metrics, answers and "
+        "settings"
+    ]
     assert "<script>document" not in file.read_text()
     page.goto(file.as_uri())
-    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    assert curve(page, "rl/reward")[0] == [0, 1, 2]
     page.click("nav >> text=trajectories")
     page.wait_for_selector(".trajectory")
     assert dumped.NASTY in page.locator(".trajectory").first.inner_text().replace("\n", "")
@@ -547,7 +755,14 @@ def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
     assert page.asked == [file.as_uri()]
 
     assert main([str(run), "--export", str(file), "--share", "0.25"]) == 0
-    assert "with 3 groups" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "with 3 of 12 groups" in said and "--share 1 exports all groups" in said
+    page.reload()
+    page.click("nav >> text=trajectories")
+    assert "This file has 3 of 12 groups" in page.inner_text("#left-out")
+    assert page.inner_text("#histograms .reading >> nth=0") == "48 episodes"  # of all groups
+    page.goto(f"{file.as_uri()}#trajectories?run=0&step=0&group=3")
+    wait_until(page, "document.querySelector('#detail').textContent.includes('without group 3')")
     assert main([str(run), "--export", str(file), "--share", "2"]) == 2
     assert "--share 2.0 must be above 0" in capsys.readouterr().err
     assert index.VALUES[0] == "advantage"

@@ -28,6 +28,8 @@ from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types import UNSET, Trajectory
 
+MOST_CHARACTERS = 500  # Of a column of a row, for people.
+SHOWN_ELSEWHERE = {"prompt", "rendered_prompt", "image", "images"}  # Columns.
 CANCEL_SECONDS = 1.0  # At least, for what an environment does when it is cancelled.
 
 
@@ -153,11 +155,13 @@ class EpisodeRunner:
             return []
         info = {
             "prompt": plain(e.row["prompt"]),
+            "row": _describe_columns(e.row),
             "completion": e.answer,
             "source": e.row.get("data_source"),
             "stopped": e.stopped and not e.truncated,
             "answer_tokens": e.conversation.num_sampled() + e.conversation.num_guided(),
             "error": e.error,
+            "refusal": e.refusal,
         }
         if self.cfg.name != "single_turn":
             # The whole text, because what the row asks for need not be in the last completion.
@@ -407,6 +411,16 @@ class EpisodeRunner:
             else:
                 problem = f"raised {type(error).__name__}: {error}"
             raise EnvFailed(f"{name} {problem}") from error
+
+
+def _describe_columns(row: dict) -> dict[str, str]:
+    """Return the columns of a row beside its prompt, for people: as texts that end somewhere."""
+    columns = {}
+    for name, value in row.items():
+        text = str(value)
+        if name not in SHOWN_ELSEWHERE and value is not None and text != row["prompt"]:
+            columns[str(name)] = text[:MOST_CHARACTERS]
+    return columns
 
 
 def _check_messages(value: Any) -> None:

@@ -35,7 +35,7 @@ SAMPLED = np.dtype(
         ("reward", "<f8"),  # As the environment and the reward functions gave it.
         ("shaped", "<f8"),  # As the section `reward` of the config has shaped it.
         ("staleness", "<i4"),  # Optimizer steps since the oldest token was sampled.
-        ("stopped", "?"),  # The answer ended by itself; otherwise it was truncated.
+        ("stopped", "?"),  # The last answer ended by itself, and no limit cut it or the episode.
         ("failed", "?"),
         ("equal", "?"),  # All answers of the group have one reward.
     ]

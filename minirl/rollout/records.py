@@ -11,8 +11,8 @@
     routes      as in types.Trajectory: {"dtype", "shape", "data" in base 64}; null: none were
                 recorded (algo.router_replay)
     info        object for people and metrics: prompt (the row's), completion (the answer, or the
-                whole text of an environment's episode), source, stopped, error, score, rewards of
-                each function, env, ...
+                whole text of an environment's episode), row (its other columns, cut), source,
+                stopped, error, refusal, score, rewards of each function, env, ...
 
 `rollout.dump` writes them with tables beside them (index.py), `rollout.replay` trains on them
 again, `python -m minirl.rollout.show FILE` prints them, and `python -m minirl.view RUN` shows them

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from minirl.errors import UserError, require
 from minirl.view.data import Runs
-from minirl.view.export import export
+from minirl.view.export import MOST_GROUPS, export
 from minirl.view.server import serve
 
 PORT = 8600
@@ -25,11 +25,19 @@ def main(argv: list[str]) -> int:
     """Serve or export; return the exit code: 0: done; 2: a mistake."""
     flags = parser().parse_args(argv)
     try:
-        require(0 < flags.share <= 1, f"--share {flags.share} must be above 0 and at most 1")
+        require(
+            flags.share is None or 0 < flags.share <= 1,
+            f"--share {flags.share} must be above 0 and at most 1",
+        )
         runs = Runs([Path(run) for run in flags.runs])
         if flags.export:
-            num_groups = export(runs, Path(flags.export), flags.share)
-            print(f"wrote {flags.export} with {num_groups} groups of trajectories")
+            num_exported, num_groups = export(runs, Path(flags.export), flags.share)
+            print(
+                f"wrote {flags.export} with {num_exported} of {num_groups} groups of trajectories, "
+                "and with all metrics, answers and settings"
+            )
+            if num_exported < num_groups:
+                print("--share 1 exports all groups")
         else:
             serve(runs, flags.port, lambda address: print(f"minirl: {address}", flush=True))
     except (UserError, OSError) as error:
@@ -53,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--share",
         type=float,
-        default=0.05,
-        help="share of the groups of trajectories to export, evenly over the steps",
+        help="share of the groups of trajectories of a run to export, evenly over the steps "
+        f"(default: all, or {MOST_GROUPS} if there are more)",
     )
     return flags
 

@@ -1,8 +1,8 @@
 "use strict";
-/* Small charts in SVG: lines over steps, and bars of parts. All text goes in as text, never as markup. */
+/* Charts by uPlot: lines over steps, piles of parts, and histograms. All text goes in as text, never as markup. */
 
-const COLOURS = ["#2563c9", "#d9480f", "#2b8a3e", "#9c36b5", "#c2255c", "#0b7285", "#846300", "#495057"];
-const SVG = "http://www.w3.org/2000/svg";
+const COLOURS = ["#3b7ddd", "#e8590c", "#2f9e44", "#ae3ec9", "#e64980", "#1098ad", "#b08900", "#868e96"];
+const WHOLE_STEPS = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
 
 /** Return a new element with properties, and children that are elements or texts. */
 function make(tag, properties = {}, ...children) {
@@ -16,13 +16,6 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-function makeSvg(tag, attributes = {}, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 /** Return a number as people read it: few digits. */
 function shortNumber(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -32,31 +25,19 @@ function shortNumber(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** Return ascending numbers with as few digits as tell them apart. */
+/** Return ascending numbers with as few digits as tell them apart; a null, which has no mark, as "". */
 function apartNumbers(values) {
   let texts = [];
   for (let digits = 4; digits <= 12; digits++) {
-    texts = values.map((value) => shortNumber(value, digits));
-    if (new Set(texts).size === texts.length) break;
+    texts = values.map((value) => (value === null ? "" : shortNumber(value, digits)));
+    const marked = texts.filter(Boolean);
+    if (new Set(marked).size === marked.length) break;
   }
   return texts;
 }
 
-/** Return about `wanted` round numbers between two. */
-function ticks(low, high, wanted) {
-  const span = high - low || 1;
-  const power = 10 ** Math.floor(Math.log10(span / wanted));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => span / s <= wanted) || power * 10;
-  const first = Math.ceil(low / step);
-  const last = Math.floor(high / step + 1e-9);
-  const found = [];
-  for (let i = 0; i <= Math.min(last - first, 2 * wanted); i++) found.push((first + i) * step);
-  return found;
-}
-
 /** Return the exponential mean of points [x, y], without its bias at the beginning. */
 function smoothed(points, share) {
-  if (!share) return points;
   let mean = 0;
   let weight = 0;
   return points.map(([x, y]) => {
@@ -66,121 +47,118 @@ function smoothed(points, share) {
   });
 }
 
-/** Return at most `most` of the points, evenly, with the last one. */
-function thinned(points, most) {
-  if (points.length <= most) return points;
-  const stride = Math.ceil(points.length / most);
-  return points.filter((_, i) => i % stride === 0 || i === points.length - 1);
-}
-
-const BOX = { width: 380, height: 210, left: 52, right: 8, top: 8, bottom: 22 };
-
-function pathOf(points, x, y) {
-  return points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
+/** Return the range of an axis around values; those that differ by a rounding are one value. */
+function padded(low, high) {
+  if (low === null) return [0, 1];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (size === 0) return [0, 1];
+  const pad = high - low <= size * 1e-9 ? size * 0.1 : (high - low) * 0.05;
+  return [low - pad, high + pad];
 }
 
 /**
- * Return a chart of lines.
- * lines: [{name, colour, points: [[step, value], ...]}, ...]; smoothing: 0 to below 1.
+ * Return a figure that draws a plot once it is on the page, in its width, and frees it when it is not any more.
+ * read: returns what stands below, given the place of the cursor in the data, or null. options: of uPlot.
  */
-function lineChart(title, lines, smoothing) {
-  const all = lines.flatMap((line) => line.points);
-  const chart = make("figure", { class: "panel chart" });
-  chart.style.margin = "0";
-  chart.dataset.metric = title;
-  chart.append(make("h2", {}, title));
-  if (!all.length) return chart;
-
-  let xLow = Infinity, xHigh = -Infinity, yLow = Infinity, yHigh = -Infinity;
-  for (const [px, py] of all) {
-    xLow = Math.min(xLow, px); xHigh = Math.max(xHigh, px);
-    yLow = Math.min(yLow, py); yHigh = Math.max(yHigh, py);
-  }
-  // Values that differ by a rounding are one value: the axis has no numbers between them.
-  const size = Math.max(Math.abs(yLow), Math.abs(yHigh));
-  if (yHigh - yLow <= size * 1e-9) { yLow -= size * 0.1 || 1; yHigh += size * 0.1 || 1; }
-  if (xLow === xHigh) { xLow -= 1; xHigh += 1; }
-  const { width, height, left, right, top, bottom } = BOX;
-  const x = (v) => left + ((v - xLow) / (xHigh - xLow)) * (width - left - right);
-  const y = (v) => height - bottom - ((v - yLow) / (yHigh - yLow)) * (height - top - bottom);
-
-  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  const marks = ticks(yLow, yHigh, 5);
-  const texts = apartNumbers(marks);
-  marks.forEach((t, i) => {
-    svg.append(makeSvg("line", { class: "grid", x1: left, x2: width - right, y1: y(t), y2: y(t) }));
-    svg.append(makeSvg("text", { x: left - 6, y: y(t) + 4, "text-anchor": "end" }, texts[i]));
-  });
-  for (const t of ticks(xLow, xHigh, 6).filter(Number.isInteger)) {
-    svg.append(makeSvg("text", { x: x(t), y: height - 6, "text-anchor": "middle" }, String(t)));
-  }
-  for (const line of lines) {
-    const raw = thinned(line.points, 1500);
-    const shown = thinned(smoothed(line.points, smoothing), 1500);
-    if (smoothing) svg.append(makeSvg("path", { class: "raw", d: pathOf(raw, x, y), stroke: line.colour }));
-    svg.append(makeSvg("path", { class: "line", d: pathOf(shown, x, y), stroke: line.colour }));
-    if (shown.length < 30) {
-      for (const [px, py] of shown) svg.append(makeSvg("circle", { cx: x(px), cy: y(py), r: 2.4, fill: line.colour }));
-    }
-  }
-  const cursor = makeSvg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
-  svg.append(cursor);
-  const reading = make("div", { class: "reading" });
-  const read = (step) => {
-    const texts = lines.filter((line) => line.points.length).map((line) => {
-      let best = line.points[0];
-      for (const point of line.points) if (Math.abs(point[0] - step) < Math.abs(best[0] - step)) best = point;
-      return `${lines.length > 1 ? `${line.name} ` : ""}${shortNumber(best[1])} at ${best[0]}`;
-    });
-    reading.textContent = texts.join(" · ");
+function figureOf(title, height, data, read, options) {
+  const box = make("div", { class: "plot" });
+  const reading = make("div", { class: "reading" }, read(null));
+  const figure = make("figure", { class: "panel chart" }, make("h2", {}, title), box, reading);
+  const font = "11px system-ui, sans-serif";
+  const axis = {
+    stroke: () => getComputedStyle(box).color, font, labelFont: font, labelSize: 16, labelGap: 0,
+    grid: { stroke: () => getComputedStyle(box).borderTopColor, width: 1 }, ticks: { show: false },
+    values: (plot, marks) => apartNumbers(marks),
   };
-  svg.addEventListener("mousemove", (event) => {
-    const area = svg.getBoundingClientRect();
-    const at = ((event.clientX - area.left) / area.width) * width;
-    const step = xLow + ((at - left) / (width - left - right)) * (xHigh - xLow);
-    cursor.setAttribute("x1", at);
-    cursor.setAttribute("x2", at);
-    cursor.setAttribute("visibility", at >= left ? "visible" : "hidden");
-    read(step);
-  });
-  svg.addEventListener("mouseleave", () => { cursor.setAttribute("visibility", "hidden"); read(Infinity); });
-  read(xHigh);
-  chart.append(svg, reading);
-  return chart;
+  const [x, y] = options.axes;
+  const whole = {
+    ...options,
+    legend: { show: false },
+    padding: [10, 10, 0, 0],
+    axes: [{ ...axis, size: 24, ...x, grid: { show: false } }, { ...axis, size: 56, ...y }],
+    hooks: { ...options.hooks, setCursor: [(plot) => { reading.textContent = read(plot.cursor.idx); }] },
+  };
+  new ResizeObserver(() => {
+    const width = box.clientWidth;
+    if (width && figure.plot) figure.plot.setSize({ width, height });
+    else if (width) figure.plot = new uPlot({ ...whole, width, height }, data, box);
+    else if (figure.plot) { figure.plot.destroy(); figure.plot = null; }
+  }).observe(box);
+  return figure;
 }
 
-/** Return a chart of bars, each a pile of parts. rows: [{step, parts: {name: value}}, ...]. */
-function barChart(title, rows, colourOf) {
-  const chart = make("figure", { class: "panel chart wide" }, make("h2", {}, title));
-  chart.style.margin = "0";
-  if (!rows.length) return chart;
-  const { width, height, left, right, top, bottom } = { ...BOX, width: 760, height: 260 };
-  const bins = binned(rows, 120);
-  const total = (bin) => Object.values(bin.parts).reduce((a, b) => a + b, 0);
-  const highest = Math.max(...bins.map(total), 1e-9);
-  const y = (v) => height - bottom - (v / highest) * (height - top - bottom);
-  const step = (width - left - right) / bins.length;
-  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  for (const t of ticks(0, highest, 5)) {
-    svg.append(makeSvg("line", { class: "grid", x1: left, x2: width - right, y1: y(t), y2: y(t) }));
-    svg.append(makeSvg("text", { x: left - 6, y: y(t) + 4, "text-anchor": "end" }, shortNumber(t)));
+/**
+ * Return a chart of lines over steps.
+ * lines: [{name, colour, points: [[step, value], ...]}, ...]; smoothing: 0 to below 1; zoom: [first, last] step, or
+ * null; onZoom: is called with another one.
+ */
+function lineChart(title, lines, { smoothing, isLog, zoom, onZoom }) {
+  const shown = lines.filter((line) => line.points.length);
+  const tables = [];
+  const series = [{}];
+  for (const { points, colour } of shown) {
+    const table = (list) => [list.map(([step]) => step), list.map(([, v]) => (isLog && v <= 0 ? null : v))];
+    const line = { stroke: colour, width: 1.7, spanGaps: true, points: { size: 5, fill: colour } };
+    if (smoothing) {
+      tables.push(table(points));
+      series.push({ ...line, stroke: `${colour}50`, width: 1, points: { show: false } });
+    }
+    tables.push(table(smoothing ? smoothed(points, smoothing) : points));
+    series.push(line);
   }
-  bins.forEach((bin, i) => {
-    let low = 0;
-    for (const [name, value] of Object.entries(bin.parts)) {
-      const bar = makeSvg("rect", {
-        x: left + i * step + step * 0.08, width: step * 0.84,
-        y: y(low + value), height: Math.max(0, y(low) - y(low + value)), fill: colourOf(name),
-      }, makeSvg("title", {}, `step ${bin.step}: ${name} ${shortNumber(value)} s`));
-      svg.append(bar);
-      low += value;
-    }
-    if (i % Math.ceil(bins.length / 12) === 0) {
-      svg.append(makeSvg("text", { x: left + (i + 0.5) * step, y: height - 6, "text-anchor": "middle" }, String(bin.step)));
-    }
+  const data = tables.length ? uPlot.join(tables) : [[]];
+  const steps = data[0];
+  const around = steps.length > 1 ? [steps[0], steps.at(-1)] : [(steps[0] || 0) - 1, (steps[0] || 0) + 1];
+  const read = (place) => {
+    const step = place === null || place === undefined ? Infinity : steps[place];
+    return shown.map(({ name, points }) => {
+      let best = points.at(-1);
+      for (const point of points) if (Math.abs(point[0] - step) < Math.abs(best[0] - step)) best = point;
+      return `${lines.length > 1 ? `${name} ` : ""}${shortNumber(best[1])} at ${best[0]}`;
+    }).join(" · ");
+  };
+  const figure = figureOf(title, 220, data, read, {
+    series,
+    scales: {
+      x: { time: false, range: () => zoom || around },
+      y: isLog ? { distr: 3 } : { range: (plot, low, high) => padded(low, high) },
+    },
+    axes: [{ label: "step", incrs: WHOLE_STEPS }, {}],
+    cursor: {
+      y: false,
+      drag: { setScale: false },
+      sync: { key: "steps", filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+      bind: { dblclick: () => () => onZoom(null) },
+    },
+    hooks: {
+      setSelect: [({ select, posToVal }) => {
+        if (select.width) onZoom([posToVal(select.left, "x"), posToVal(select.left + select.width, "x")]);
+      }],
+    },
   });
-  chart.append(svg);
-  return chart;
+  figure.dataset.metric = title;
+  return figure;
+}
+
+/** Return a chart of bars, each a pile of parts. rows: [{step, parts: {name: value}}, ...]; names: from below. */
+function pileChart(title, rows, names, colourOf) {
+  const bins = binned(rows, 120);
+  const tops = names.map((_, n) => bins.map(({ parts }) => names.slice(0, n + 1).reduce((sum, name) => sum + (parts[name] || 0), 0)));
+  const bars = uPlot.paths.bars({ size: [0.84, 60] });
+  const read = (place) => {
+    const { step, parts } = bins[place ?? bins.length - 1];
+    return `step ${step}: ${names.filter((name) => parts[name]).map((name) => `${name} ${shortNumber(parts[name])}`).join(" · ")}`;
+  };
+  // The highest ones first: each covers the lower part of the one before.
+  const series = names.map((name) => ({ paths: bars, fill: colourOf(name), points: { show: false } })).reverse();
+  const margin = bins.length > 1 ? (bins[1].step - bins[0].step) * 0.6 : 1;
+  const around = [bins[0].step - margin, bins.at(-1).step + margin];
+  return figureOf(title, 280, [bins.map(({ step }) => step), ...tops.reverse()], read, {
+    series: [{}, ...series],
+    scales: { x: { time: false, range: () => around }, y: { range: (plot, low, high) => [0, high * 1.05 || 1] } },
+    axes: [{ label: "step", incrs: WHOLE_STEPS }, { label: "seconds" }],
+    cursor: { y: false, drag: { x: false }, points: { show: false } },
+  });
 }
 
 /** Return means of neighbouring rows, at most `most` of them. */
@@ -189,9 +167,27 @@ function binned(rows, most) {
   const bins = [];
   for (let i = 0; i < rows.length; i += size) {
     const part = rows.slice(i, i + size);
-    const sums = {};
-    for (const row of part) for (const [name, value] of Object.entries(row.parts)) sums[name] = (sums[name] || 0) + value / part.length;
-    bins.push({ step: part[0].step, parts: sums });
+    const parts = {};
+    for (const row of part) {
+      for (const [name, value] of Object.entries(row.parts)) parts[name] = (parts[name] || 0) + value / part.length;
+    }
+    bins.push({ step: part[0].step, parts });
   }
   return bins;
+}
+
+/** Return a chart of how many episodes have a value. edges: one more than counts. */
+function histogram(title, { edges, counts }) {
+  const middles = counts.map((_, i) => (edges[i] + edges[i + 1]) / 2);
+  const all = counts.reduce((sum, count) => sum + count, 0);
+  const read = (place) => place === null || place === undefined
+    ? `${all.toLocaleString("en")} episodes`
+    : `${counts[place].toLocaleString("en")} of ${shortNumber(edges[place])} to ${shortNumber(edges[place + 1])}`;
+  const fill = COLOURS[0];
+  return figureOf(title, 90, [middles, counts], read, {
+    series: [{}, { paths: uPlot.paths.bars({ size: [0.9, Infinity] }), fill, points: { show: false } }],
+    scales: { x: { time: false, range: () => [edges[0], edges.at(-1)] }, y: { range: (plot, low, high) => [0, high * 1.1] } },
+    axes: [{}, { incrs: WHOLE_STEPS, space: 24 }],
+    cursor: { y: false, drag: { x: false }, points: { show: false } },
+  });
 }

@@ -9,6 +9,7 @@ import numpy as np
 
 from minirl.errors import UserError, require
 from minirl.view.folder import RunFolder
+from minirl.view.search import Search
 from minirl.view.table import FLAGS, SORTS, Query
 from minirl.view.trajectories import Reader
 
@@ -22,6 +23,7 @@ class Runs:
         """Open the folders; a path that is none of a run is a UserError."""
         self.folders = [RunFolder(path) for path in paths]
         self.readers = [Reader(folder.table) for folder in self.folders]
+        self.searches = [Search(folder.table) for folder in self.folders]
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what is said of each run."""
@@ -35,17 +37,26 @@ class Runs:
         """Return the answers to held-out prompts, by evaluation."""
         return clean(self._folder(number).answers())
 
-    def settings(self, number: int) -> str:
-        """Return the config of a run."""
-        return self._folder(number).settings()
+    def settings(self, number: int) -> dict[str, Any]:
+        """Return the settings of a run and their defaults, by name."""
+        return clean(self._folder(number).settings()._asdict())
 
     def groups(self, number: int, query: Query) -> dict[str, Any]:
-        """Return a page of groups."""
+        """Return a page of groups, and histograms of those of all pages."""
         reader = self.readers[self._number(number)]
-        reader.table.refresh()
-        groups, total = reader.table.select(query)
-        shown = [describe_group(reader, group) for group in groups]
-        return clean({"groups": shown, "total": total, "page": query.page})
+        table = reader.table
+        table.refresh()
+        groups = table.select(query, self.searches[number].find(query.search))
+        start = query.page * query.page_size
+        shown = groups[start : start + query.page_size]
+        return clean(
+            {
+                "groups": [describe_group(reader, group) for group in shown],
+                "total": len(groups),
+                "page": query.page,
+                "histograms": table.histograms(groups),
+            }
+        )
 
     def group(self, number: int, step: int, group: int) -> dict[str, Any]:
         """Return a group with its trajectories. Raises UserError if there is none."""
@@ -69,7 +80,7 @@ def describe_group(reader: Reader, group: np.ndarray) -> dict[str, Any]:
     rows = reader.table.members(group)
     described = {name: group[name].item() for name in group.dtype.names or () if name != "first"}
     described["rewards"] = rows["reward"][rows["segment"] == 0].tolist()
-    described["prompt"] = reader.prompt(rows[0])
+    described["prompt"] = reader.describe(rows[0])
     return described
 
 
@@ -89,6 +100,7 @@ def parse_query(given: dict[str, str]) -> Query:
         ascending=given.get("ascending") == "1",
         page=max(0, parse_number(given, "page", 0)),
         page_size=min(LARGEST_PAGE, max(1, parse_number(given, "size", Query().page_size))),
+        search=given.get("search", ""),
     )
 
 

@@ -9,21 +9,30 @@ from minirl.files import write_whole
 from minirl.view import pages
 from minirl.view.data import Runs, clean, describe_group
 
+MOST_GROUPS = 100  # Of a run, if no share is asked for.
 
-def export(runs: Runs, path: Path, share: float) -> int:
-    """Write the file, and return how many groups are in it.
+
+def export(runs: Runs, path: Path, share: float | None) -> tuple[int, int]:
+    """Write the file.
 
     Args:
         runs: to show.
         path: of the file.
-        share: of the groups of each run, evenly over its steps; at least one.
+        share: of the groups of each run, evenly over its steps; at least one. None: all, or
+            MOST_GROUPS of them if there are more.
+
+    Returns:
+        How many groups are in the file, and how many the runs have.
     """
     described = runs.describe()
     exported: list[dict[str, Any]] = []
+    num_exported = 0
     num_groups = 0
     for number, about in enumerate(described):
         groups = _groups(runs, number, share)
-        num_groups += len(groups)
+        table = runs.readers[number].table
+        num_exported += len(groups)
+        num_groups += len(table.groups)
         exported.append(
             {
                 "about": about,
@@ -31,10 +40,11 @@ def export(runs: Runs, path: Path, share: float) -> int:
                 "metrics": _all_metrics(runs, number),
                 "answers": runs.answers(number),
                 "groups": groups,
+                "histograms": clean(table.histograms(table.groups)),
             }
         )
     write_whole(path, pages.whole({"runs": exported}))
-    return num_groups
+    return num_exported, num_groups
 
 
 def _all_metrics(runs: Runs, number: int) -> list[dict[str, Any]]:
@@ -48,13 +58,13 @@ def _all_metrics(runs: Runs, number: int) -> list[dict[str, Any]]:
             return rows
 
 
-def _groups(runs: Runs, number: int, share: float) -> list[dict[str, Any]]:
+def _groups(runs: Runs, number: int, share: float | None) -> list[dict[str, Any]]:
     """Return a share of the groups of a run: what the list says of each, and its trajectories."""
     reader = runs.readers[number]
     groups = reader.table.groups
     if not len(groups):
         return []
-    num = max(1, round(share * len(groups)))
+    num = min(MOST_GROUPS, len(groups)) if share is None else max(1, round(share * len(groups)))
     chosen = np.unique(np.linspace(0, len(groups) - 1, num).round().astype(int))
     found = []
     for group in groups[chosen]:

@@ -4,15 +4,22 @@ Everything is read from files that a run writes as a whole or line by line, so a
 can be read at any time. A file that is missing yet is empty.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minirl.checkpoint.changes import head_of
+from minirl.config.parse import flatten
+from minirl.config.rl import RLConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
+from minirl.config.yaml_text import parse_yaml, to_yaml
 from minirl.errors import require
 from minirl.view.table import Table
 
+CONFIGS = (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig)
 KILLED = "killed"  # It says that it runs, and nobody holds its lock.
 MOST_BYTES = 1 << 24  # Of metrics in one response.
 
@@ -24,6 +31,13 @@ class Rows(NamedTuple):
     place: str  # Where to go on reading.
     is_new: bool  # The file is another one than before: forget the rows that were read.
     is_end: bool  # There is no more yet.
+
+
+class Settings(NamedTuple):
+    """Settings by name, such as `algo.kl_coef`."""
+
+    values: dict[str, Any]
+    defaults: dict[str, Any]  # Of this version; empty: the file does not say of which program.
 
 
 class RunFolder:
@@ -58,10 +72,16 @@ class RunFolder:
             "steps": self.table.steps(),
         }
 
-    def settings(self) -> str:
-        """Return the config of the run, as YAML."""
+    def settings(self) -> Settings:
+        """Return the settings of the run; none if it has left no config.yaml."""
         path = self.path / "config.yaml"
-        return path.read_text() if path.is_file() else ""
+        text = path.read_text() if path.is_file() else ""
+        defaults: dict[str, Any] = {}
+        for config in CONFIGS:
+            if text.startswith(head_of(config)):
+                # Through YAML, as the run's own were: tuples become lists.
+                defaults = parse_yaml(to_yaml(dataclasses.asdict(config())), "defaults")
+        return Settings(flatten(parse_yaml(text, str(path))), flatten(defaults))
 
     def metrics(self, place: str) -> Rows:
         """Return the rows of metrics.jsonl behind a place; "" is the beginning."""

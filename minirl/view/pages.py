@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-STYLE = "view.css"
-SCRIPTS = ("charts.js", "trajectories.js", "view.js")
+# uPlot draws the curves: https://github.com/leeoniya/uPlot, version 1.6.32 as its package has it.
+STYLES = ("vendor/uPlot.min.css", "view.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "charts.js", "trajectories.js", "view.js")
+LICENSE = "vendor/LICENSE"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 # By name in the address: type and bytes.
@@ -29,7 +31,7 @@ def read(name: str) -> str:
 def files() -> Files:
     """Return all that a browser may ask for beside the data."""
     found = {}
-    for name in (STYLE, *SCRIPTS):
+    for name in (*STYLES, *SCRIPTS):
         found[name] = (TYPES[Path(name).suffix], read(name).encode())
     found[""] = (TYPES[".html"], page().encode())
     return found
@@ -37,7 +39,7 @@ def files() -> Files:
 
 def page() -> str:
     """Return the page that asks its server for data."""
-    head = f'<link rel="stylesheet" href="{STYLE}">'
+    head = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
     scripts = "\n".join(f'<script src="{name}"></script>' for name in SCRIPTS)
     return read("page.html").replace("<!--head-->", head).replace("<!--scripts-->", scripts)
 
@@ -48,14 +50,17 @@ def whole(data: dict[str, Any]) -> str:
     Args:
         data: what the page shows. It is embedded as JSON without "<", which no text in it can end.
     """
-    style = read(STYLE)
+    style = "\n".join(read(name) for name in STYLES)
     script = "\n".join(read(name) for name in SCRIPTS)
     embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    head = (
+        f"<!-- This file contains uPlot.\n{read(LICENSE)}-->\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    )
     scripts = (
         f'<script type="application/json" id="data">{embedded}</script>\n<script>{script}</script>'
     )

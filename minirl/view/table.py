@@ -39,12 +39,13 @@ GROUP = np.dtype(
         ("staleness", "<i4"),
         ("num_tokens", "<i4"),
         ("reward", "<f8"),  # The mean.
-        ("truncated", "?"),
+        ("cut_off", "?"),
         ("failed", "?"),
         ("equal", "?"),
     ]
 )
-FLAGS = ("truncated", "failed", "equal")
+FLAGS = ("cut_off", "failed", "equal")
+NUM_BARS = 30  # Of a histogram.
 SORTS = ("step", "mismatch", "entropy", "staleness", "num_tokens", "reward")
 
 
@@ -59,6 +60,7 @@ class Query(NamedTuple):
     ascending: bool = False
     page: int = 0
     page_size: int = 20
+    search: str = ""  # What a prompt or an answer contains.
 
 
 class Table:
@@ -93,10 +95,15 @@ class Table:
         self.rows = np.concatenate([np.zeros(0, ROW), *in_order])
         self.groups = _group(self.rows)
 
-    def select(self, query: Query) -> tuple[np.ndarray, int]:
-        """Return the groups of a page, GROUP [N], and how many there are on all pages."""
+    def select(self, query: Query, keep: np.ndarray) -> np.ndarray:
+        """Return the groups that a query asks for, GROUP [N], those of all pages, in its order.
+
+        Args:
+            query: what to look for.
+            keep: bool [G], of all groups: those to choose from.
+        """
         groups = self.groups
-        keep = (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
+        keep = keep & (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
         for flag in query.flags:
             keep &= groups[flag]
         if query.unequal:
@@ -106,8 +113,7 @@ class Table:
         values = values if query.ascending else -values
         # What has no value comes last; equal ones in the order of steps.
         order = np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")
-        start = query.page * query.page_size
-        return groups[kept[order[start : start + query.page_size]]], len(kept)
+        return groups[kept[order]]
 
     def find(self, step: int, group: int) -> np.ndarray:
         """Return the rows of a group, ROW [N]; empty: there is no such group."""
@@ -120,6 +126,27 @@ class Table:
         """Return the rows of a row of `groups`."""
         first = int(group["first"])
         return self.rows[first : first + int(group["num_rows"])]
+
+    def histograms(self, groups: np.ndarray) -> dict[str, dict[str, list[float]]]:
+        """Return the episodes of groups, GROUP [N], counted by reward and by sampled tokens."""
+        is_kept = np.isin(self.groups["first"], groups["first"])
+        rows = self.rows[np.repeat(is_kept, self.groups["num_rows"])]
+        begins = np.flatnonzero(rows["segment"] == 0)  # of the episodes
+        if not len(begins):
+            return {}
+        lengths = np.add.reduceat(rows["num_sampled"], begins)
+        width = max(1, -(-int(np.ptp(lengths) + 1) // NUM_BARS))  # whole tokens
+        return {
+            "reward": _histogram(rows["reward"][begins], NUM_BARS),
+            "sampled tokens": _histogram(
+                lengths, np.arange(lengths.min(), lengths.max() + width + 1, width)
+            ),
+        }
+
+
+def _histogram(values: np.ndarray, bins: int | np.ndarray) -> dict[str, list[float]]:
+    counts, edges = np.histogram(values, bins)
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
 def _mark(part: index.Part) -> tuple:
@@ -220,7 +247,7 @@ def _group(rows: np.ndarray) -> np.ndarray:
     for name in ("mismatch", "entropy", "staleness", "num_tokens"):
         groups[name] = np.fmax.reduceat(rows[name], first)
     groups["reward"] = np.add.reduceat(rows["reward"], first) / groups["num_rows"]
-    groups["truncated"] = np.logical_or.reduceat(~rows["stopped"], first)
+    groups["cut_off"] = np.logical_or.reduceat(~rows["stopped"], first)
     groups["failed"] = np.logical_or.reduceat(rows["failed"], first)
     groups["equal"] = np.logical_and.reduceat(rows["equal"], first)
     return groups

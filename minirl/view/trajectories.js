@@ -45,7 +45,7 @@ function colourOf(kind, value, range) {
 }
 
 function legend(kind, range) {
-  if (!range) return make("div", { class: "legend" }, `${KINDS[kind].title}: not computed`);
+  if (!range) return make("div", { class: "legend" }, `${KINDS[kind].title}: not computed, or not before the step is done`);
   const scale = make("span", { class: "scale" });
   const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => colourOf(kind, range[0] + share * (range[1] - range[0]), range));
   scale.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
@@ -113,17 +113,35 @@ function factsOf(t) {
   return facts.join(" · ");
 }
 
-/** Return a group, its trajectories side by side. */
-function groupView(group, kind) {
+/** Return the columns of a row beside its prompt, as a table. */
+function rowTable(row) {
+  return make("table", {}, ...Object.entries(row).map(([name, value]) =>
+    make("tr", {}, make("td", { class: "soft" }, name), make("td", {}, make("pre", {}, value)))));
+}
+
+/**
+ * Return a group, its trajectories side by side.
+ * place: {episode, segment} of the one to mark, if any; linkTo: the address of a place; search: a text to tell where it is.
+ */
+function groupView(group, { kind, place, linkTo, search }) {
   const range = rangeOf(kind, group.trajectories);
   const columns = group.trajectories.map((t) => {
     const title = `episode ${t.episode}${t.segment ? `, segment ${t.segment}` : ""}`;
-    const head = make("h2", {}, title);
-    if (!t.stopped) head.append(make("span", { class: "flag" }, "truncated"));
+    const { episode, segment } = t;
+    const link = make("a", { href: linkTo({ step: group.step, group: group.group, episode, segment }), title: "link to this episode" }, title);
+    const head = make("h2", {}, link);
+    if (!t.stopped) head.append(make("span", { class: "flag", title: FLAGS.cut_off.hint }, FLAGS.cut_off.title));
     if (t.error) head.append(make("span", { class: "flag failed" }, "failed"));
-    return make("article", { class: "trajectory" }, head, make("div", { class: "facts" }, factsOf(t)),
-      t.error ? make("div", { class: "reason" }, t.error) : null, tokensOf(t, kind, range, MOST_TOKENS));
+    const texts = [t.prompt, t.completion, t.error, ...Object.values(t.row)].join("\n").toLowerCase();
+    if (search && texts.includes(search.toLowerCase())) head.append(make("span", { class: "flag found" }, "found"));
+    const isHere = Boolean(place) && place.episode === episode && place.segment === segment;
+    return make("article", { class: "trajectory", "aria-current": String(isHere) }, head, make("div", { class: "facts" }, factsOf(t)),
+      t.error ? make("div", { class: "reason" }, t.error) : null,
+      t.why_empty ? make("p", { class: "soft" }, `The policy sampled no token: ${t.why_empty}.`) : tokensOf(t, kind, range, MOST_TOKENS));
   });
-  const prompt = make("details", {}, make("summary", {}, `step ${group.step}, group ${group.group}: prompt`), make("pre", {}, group.prompt));
+  const columnNames = Object.keys(group.row);
+  const prompt = make("details", { open: !group.prompt },
+    make("summary", {}, `step ${group.step}, group ${group.group}: ${[group.prompt ? "prompt" : "", ...columnNames].filter(Boolean).join(", ")}`),
+    group.prompt ? make("pre", {}, group.prompt) : null, rowTable(group.row));
   return make("div", {}, make("div", { class: "panel" }, prompt, legend(kind, range)), make("p", {}), make("div", { class: "side-by-side" }, ...columns));
 }

@@ -31,12 +31,16 @@ class Reader:
             "step": step,
             "group": number,
             "prompt": trajectories[0]["prompt"],
+            "row": trajectories[0]["row"],
             "trajectories": trajectories,
         }
 
-    def prompt(self, row: np.ndarray) -> str:
-        """Return the beginning of the prompt of a row of the table."""
-        return _prompt_text(self._record(row)["info"]["prompt"])[-200:]
+    def describe(self, row: np.ndarray) -> str:
+        """Return the end of the prompt of a row of the table, and the other columns, in a line."""
+        info = self._record(row)["info"]
+        columns = [f"{name}: {value}" for name, value in info.get("row", {}).items()]
+        texts = [prompt_text(info["prompt"])[-200:], *columns]
+        return " · ".join(text for text in texts if text)[:400]
 
     def _record(self, row: np.ndarray) -> dict[str, Any]:
         part = index.part_of(self.table.folder, int(row["step"]), int(row["rank"]))
@@ -51,7 +55,8 @@ class Reader:
         return {
             "episode": record["episode"],
             "segment": record["segment"],
-            "prompt": _prompt_text(info["prompt"]),
+            "prompt": prompt_text(info["prompt"]),
+            "row": info.get("row", {}),
             "completion": info["completion"],
             "reward": record["reward"],
             "shaped": float(row["shaped"]),
@@ -59,6 +64,7 @@ class Reader:
             "env": info.get("env", {}),
             "stopped": info["stopped"],
             "error": info["error"],
+            "why_empty": "" if record["tokens"] else _why_empty(info),
             "source": info["source"],
             "version": record["version"],
             "texts": self._texts(record["tokens"]),
@@ -122,7 +128,20 @@ def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return texts
 
 
-def _prompt_text(prompt: Any) -> str:
+def _why_empty(info: dict[str, Any]) -> str:
+    """Return why the policy sampled nothing in an episode, as far as the dump says it."""
+    if info["error"]:
+        return "it failed"
+    if info.get("refusal"):
+        return f"the endpoint refused the agent's last request: {info['refusal']}"
+    if info.get("endpoint", {}).get("outside_loss"):
+        return "all its tokens were held to a format or a call, and are outside the loss"
+    if info.get("env", {}).get("truncated"):
+        return "a limit of tokens or turns left no room for an answer"
+    return "the environment or agent asked for no answer"
+
+
+def prompt_text(prompt: Any) -> str:
     """Return a prompt, a text or messages, as one text."""
     if isinstance(prompt, str):
         return prompt

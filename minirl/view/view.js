@@ -3,8 +3,12 @@
 
 const EVERY_MS = 2000;
 const FIRST_METRICS = ["eval/accuracy", "eval/reward", "rl/reward", "rl/answer_tokens", "rl/entropy", "rl/mismatch", "rl/time/step", "train/loss", "eval/loss"];
-const TABS = ["curves", "time", "trajectories", "answers", "settings"];
-const FLAGS = ["truncated", "failed", "equal"];
+const TABS = { curves: drawCurves, time: drawTime, trajectories: drawTrajectories, answers: drawAnswers, settings: drawSettings };
+const FLAGS = {
+  cut_off: { title: "cut off", hint: "the last answer, or its episode, was cut at a limit" },
+  failed: { title: "failed", hint: "the environment or the agent failed" },
+  equal: { title: "equal", hint: "all answers of the group have one reward" },
+};
 const SORTS = { step: "newest step", mismatch: "worst mismatch", entropy: "entropy", staleness: "staleness", num_tokens: "length", reward: "reward" };
 
 async function ask(path, given = {}) {
@@ -28,8 +32,10 @@ const server = {
 /* The same of an exported page. */
 function embedded(data) {
   const of = (run) => data.runs[run];
+  const texts = (t) => [t.prompt, t.completion, t.error, ...Object.values(t.row)].join("\n").toLowerCase();
   const keep = (query) => (g) => (query.flags || "").split(",").filter(Boolean).every((flag) => g[flag]) &&
-    !(query.unequal === "1" && g.equal) && g.step >= Number(query.first || 0) && g.step <= Number(query.last || Infinity);
+    !(query.unequal === "1" && g.equal) && g.step >= Number(query.first || 0) && g.step <= Number(query.last || Infinity) &&
+    (!query.search || g.whole.trajectories.some((t) => texts(t).includes(query.search.toLowerCase())));
   return {
     isLive: false,
     runs: async () => data.runs.map((run) => run.about),
@@ -41,9 +47,14 @@ function embedded(data) {
       const value = (g) => (g[query.sort] === null ? Infinity : sign * g[query.sort]);
       const kept = of(run).groups.filter(keep(query)).sort((a, b) => value(a) - value(b));
       const start = query.page * query.size;
-      return { groups: kept.slice(start, start + query.size), total: kept.length, page: query.page };
+      return { groups: kept.slice(start, start + query.size), total: kept.length, page: query.page, histograms: of(run).histograms };
     },
-    group: async (run, step, group) => of(run).groups.find((g) => g.step === step && g.group === group).whole,
+    group: async (run, step, group) => {
+      const found = of(run).groups.find((g) => g.step === step && g.group === group);
+      if (!found) throw new Error(`this file was exported without group ${group} of step ${step}`);
+      return found.whole;
+    },
+    num_groups: (run) => of(run).groups.length,
   };
 }
 
@@ -51,20 +62,53 @@ const inPage = document.getElementById("data");
 const source = inPage ? embedded(JSON.parse(inPage.textContent)) : server;
 
 const state = {
-  tab: TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "curves",
+  // The tab, the run of those that show one, and the group and episode to show are in the address: see readAddress.
+  tab: "curves",
+  run: 0,
+  place: null, // {step, group, episode, segment}; null: the first group of the list.
   runs: [],
   rows: [], // By run: {place, lines: {metric: [[step, value], ...]}, times: [{step, parts}]}
   hidden: new Set(), // Numbers of runs that the curves leave out.
   chosen: null, // Names of metrics; null: the first ones that there are.
   search: "",
   smoothing: 0,
-  run: 0, // Of the tabs that show one.
-  query: { flags: "", unequal: "0", first: "", last: "", sort: "step", ascending: "0", page: 0, size: 20 },
+  isLog: false,
+  zoom: null, // [first, last] step of the curves; null: all.
+  query: { flags: "", unequal: "0", first: "", last: "", sort: "step", ascending: "0", page: 0, size: 20, search: "" },
   listed: null,
-  open: null, // {step, group, data}
+  open: null, // The group that is shown, with its trajectories.
+  missing: "", // Why there is none.
   kind: "advantage",
+  hasHistograms: true,
 };
 const main = document.getElementById("main");
+
+// ------------------------------------------------------------------------------------------ address
+
+/** Return the address of a tab, a run and a place in it: #trajectories?run=0&step=3&group=7&episode=2&segment=0 */
+function addressOf(tab, run = state.run, place = null) {
+  return `#${tab}?${new URLSearchParams({ run, ...place })}`;
+}
+
+/** Take the tab, the run and the place from the address. */
+function readAddress() {
+  const [tab, text] = location.hash.slice(1).split("?");
+  const given = new URLSearchParams(text);
+  const number = (name) => (given.has(name) ? Number(given.get(name)) : 0);
+  state.tab = tab in TABS ? tab : "curves";
+  state.run = state.runs[number("run")] ? number("run") : 0;
+  const names = ["step", "group", ...(given.has("episode") ? ["episode", "segment"] : [])];
+  state.place = given.has("group") ? Object.fromEntries(names.map((name) => [name, number(name)])) : null;
+}
+
+/** Show what the address names, as links, tabs and the Back button change it. */
+async function follow() {
+  const { tab, run } = state;
+  readAddress();
+  if (!document.querySelector(".group-list") || state.tab !== tab || state.run !== run || tab !== "trajectories" || !state.place) return draw();
+  await openPlace();
+  showPlace();
+}
 
 // ------------------------------------------------------------------------------------------ data
 
@@ -97,19 +141,11 @@ function addRow(known, row) {
   if (Object.keys(parts).length) known.times.push({ step: row.step, parts });
 }
 
-function metricNames() {
-  const names = new Set(state.rows.flatMap((known) => Object.keys(known.lines)));
-  return [...names].sort();
-}
-
 // ------------------------------------------------------------------------------------------ frame
 
 function drawFrame() {
-  document.getElementById("tabs").replaceChildren(...TABS.map((tab) => {
-    const button = make("button", { role: "tab", "aria-selected": String(tab === state.tab) }, tab);
-    button.addEventListener("click", () => { state.tab = tab; location.hash = tab; drawAll(); });
-    return button;
-  }));
+  document.getElementById("tabs").replaceChildren(...Object.keys(TABS).map((tab) =>
+    make("a", { role: "tab", href: addressOf(tab), "aria-selected": String(tab === state.tab) }, tab)));
   document.getElementById("runs").replaceChildren(...state.runs.map((run, number) => {
     const dot = make("span", { class: "dot" });
     dot.style.background = COLOURS[number % COLOURS.length];
@@ -122,22 +158,38 @@ function drawFrame() {
   }));
 }
 
-function drawAll() {
+let numDrawn = 0;
+
+/** Draw the tab, unless another one is drawn meanwhile. */
+function draw() {
+  const number = ++numDrawn;
   drawFrame();
-  main.replaceChildren(make("p", { class: "soft" }, "reading …"));
-  const draw = { curves: drawCurves, time: drawTime, trajectories: drawTrajectories, answers: drawAnswers, settings: drawSettings }[state.tab];
-  draw().catch(showError);
+  if (main.dataset.tab !== state.tab) main.replaceChildren(make("p", { class: "soft" }, "reading …"));
+  main.dataset.tab = state.tab;
+  return showProblem(async () => {
+    const parts = await TABS[state.tab]();
+    if (number === numDrawn) main.replaceChildren(...parts.filter(Boolean));
+    if (state.tab === "trajectories") showPlace();
+  });
 }
 
-function showError(error) {
-  document.getElementById("connection").textContent = error.message;
+/** Do something with the tab. What goes wrong stays on the page until something goes right. */
+async function showProblem(act) {
+  const problem = document.getElementById("problem");
+  try {
+    await act();
+    problem.textContent = "";
+  } catch (error) {
+    main.replaceChildren();
+    problem.textContent = `The tab ${state.tab} cannot be shown: ${error.message}`;
+  }
 }
 
 /** Return a choice of the run, if there are several. */
 function runChoice() {
   if (state.runs.length < 2) return null;
   const select = make("select", { id: "run" }, ...state.runs.map((run, i) => make("option", { value: i, selected: i === state.run }, run.name)));
-  select.addEventListener("change", () => { state.run = Number(select.value); state.open = null; state.query.page = 0; drawAll(); });
+  select.addEventListener("change", () => { state.query.page = 0; location.hash = addressOf(state.tab, select.value); });
   return make("label", {}, "run", select);
 }
 
@@ -148,6 +200,15 @@ function option(label, id, isOn, change) {
 }
 
 // ------------------------------------------------------------------------------------------ curves
+
+function metricNames() {
+  return [...new Set(state.rows.flatMap((known) => Object.keys(known.lines)))].sort();
+}
+
+/** Return the group of a metric in the list: rl/time of rl/time/step. */
+function groupOf(name) {
+  return name.split("/").slice(0, name.split("/").length > 2 ? 2 : 1).join("/");
+}
 
 async function drawCurves() {
   const names = metricNames();
@@ -161,7 +222,10 @@ async function drawCurves() {
   search.addEventListener("input", () => { state.search = search.value; drawNames(list, charts); });
   const smoothing = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smoothing, id: "smoothing" });
   smoothing.addEventListener("input", () => { state.smoothing = Number(smoothing.value); drawCharts(charts); });
-  const bar = make("div", { class: "bar" }, make("label", {}, "smooth", smoothing));
+  const isLog = option("log axis", "log", state.isLog, (isOn) => { state.isLog = isOn; drawCharts(charts); });
+  const all = make("button", { id: "all-steps" }, "all steps");
+  all.addEventListener("click", () => { state.zoom = null; drawCharts(charts); });
+  const bar = make("div", { class: "bar" }, make("label", {}, "smooth", smoothing), isLog, all, make("span", { class: "soft" }, "drag over steps to zoom"));
   if (state.runs.length > 1) {
     state.runs.forEach((run, i) => bar.append(option(run.name, `show-${i}`, !state.hidden.has(i), (isOn) => {
       if (isOn) state.hidden.delete(i); else state.hidden.add(i);
@@ -170,22 +234,30 @@ async function drawCurves() {
   }
   drawNames(list, charts);
   drawCharts(charts);
-  main.replaceChildren(make("div", { class: "columns" }, make("aside", { class: "panel" }, search, list), make("div", {}, bar, charts)));
+  return [make("div", { class: "columns" }, make("aside", { class: "panel" }, search, list), make("div", {}, bar, charts))];
 }
 
 function drawNames(list, charts) {
   const wanted = state.search.toLowerCase();
-  list.replaceChildren(...metricNames().filter((name) => name.toLowerCase().includes(wanted)).map((name) =>
-    option(name, `metric-${name}`, state.chosen.has(name), (isOn) => {
-      if (isOn) state.chosen.add(name); else state.chosen.delete(name);
+  const groups = {};
+  for (const name of metricNames()) if (name.toLowerCase().includes(wanted)) (groups[groupOf(name)] ||= []).push(name);
+  list.replaceChildren(...Object.entries(groups).map(([group, names]) => {
+    const choose = (those, isOn) => {
+      for (const name of those) if (isOn) state.chosen.add(name); else state.chosen.delete(name);
       drawCharts(charts);
-    })));
+    };
+    const all = option("all", `group-${group}`, names.every((name) => state.chosen.has(name)), (isOn) => { choose(names, isOn); drawNames(list, charts); });
+    const isOpen = Boolean(wanted) || names.some((name) => state.chosen.has(name));
+    return make("details", { open: isOpen }, make("summary", {}, `${group} (${names.length})`), all,
+      ...names.map((name) => option(name.slice(group.length + 1), `metric-${name}`, state.chosen.has(name), (isOn) => choose([name], isOn))));
+  }));
 }
 
 function drawCharts(charts) {
+  const onZoom = (zoom) => { state.zoom = zoom; drawCharts(charts); };
   charts.replaceChildren(...[...(state.chosen || [])].map((name) => {
     const lines = state.runs.map((run, i) => ({ name: run.name, colour: COLOURS[i % COLOURS.length], points: state.rows[i].lines[name] || [] }));
-    return lineChart(name, lines.filter((_, i) => !state.hidden.has(i)), state.smoothing);
+    return lineChart(name, lines.filter((_, i) => !state.hidden.has(i)), { ...state, onZoom });
   }));
 }
 
@@ -193,10 +265,12 @@ function drawCharts(charts) {
 
 async function drawTime() {
   const { times } = state.rows[state.run];
+  if (!times.length) return [make("div", { class: "bar" }, runChoice()), make("p", {}, "No step is done yet.")];
   const totals = {};
   for (const row of times) for (const [name, value] of Object.entries(row.parts)) totals[name] = (totals[name] || 0) + value;
   const names = Object.keys(totals).sort((a, b) => totals[b] - totals[a]);
-  const colour = (name) => COLOURS[names.indexOf(name) % COLOURS.length];
+  const alphabetical = Object.keys(totals).sort(); // So that a phase keeps its colour while the run goes on.
+  const colour = (name) => `hsl(${alphabetical.indexOf(name) * 137.5 % 360} 60% ${45 + 15 * (alphabetical.indexOf(name) % 2)}%)`;
   const all = names.reduce((sum, name) => sum + totals[name], 0) || 1;
   const rows = names.map((name) => {
     const key = make("span", { class: "key" });
@@ -205,46 +279,56 @@ async function drawTime() {
       make("td", { class: "number" }, shortNumber(totals[name] / times.length)), make("td", { class: "number" }, `${((100 * totals[name]) / all).toFixed(1)} %`));
   });
   const heads = ["phase", "seconds", "a step", "share"].map((head, i) => make("th", { class: i ? "number" : "" }, head));
-  main.replaceChildren(make("div", { class: "bar" }, runChoice()),
-    barChart("seconds of each step by phase (of the rank that took longest)", times, colour),
-    make("p", {}), make("table", { class: "panel" }, make("tr", {}, ...heads), ...rows));
+  const chart = pileChart("seconds of each step by phase (of the rank that took longest)", times, names, colour);
+  return [make("div", { class: "bar" }, runChoice()), chart, make("p", {}), make("table", { class: "panel" }, make("tr", {}, ...heads), ...rows)];
 }
 
 // ------------------------------------------------------------------------------------------ trajectories
 
 async function drawTrajectories() {
-  if (!state.runs[state.run].num_trajectories) {
-    main.replaceChildren(make("div", { class: "bar" }, runChoice()), make("p", {}, "This run has no trajectories: start it with --rollout.dump."));
-    return;
+  const { num_trajectories, num_groups } = state.runs[state.run];
+  if (!num_trajectories) {
+    return [make("div", { class: "bar" }, runChoice()), make("p", {}, "This run has no trajectories: start it with --rollout.dump.")];
   }
-  const listed = await source.groups(state.run, state.query);
-  state.listed = listed;
-  if (!state.open && listed.groups.length) await openGroup(listed.groups[0]);
-  const list = make("div", { class: "group-list" });
+  state.listed = await source.groups(state.run, state.query);
+  await openPlace();
+  const leftOut = source.isLive ? 0 : num_groups - source.num_groups(state.run);
+  const note = leftOut ? make("p", { class: "soft", id: "left-out" }, `This file has ${num_groups - leftOut} of ${num_groups} groups, evenly over the steps; `
+    + "the histograms are of all. `python -m minirl.view RUN --export FILE --share 1` exports all groups.") : null;
+  const aside = make("aside", {}, pager(), make("div", { class: "group-list" }));
   const detail = make("div", { id: "detail" });
-  drawList(list, detail);
-  drawDetail(detail);
-  main.replaceChildren(filterBar(), make("div", { class: "columns" }, make("aside", {}, pager(), list), detail));
+  return [filterBar(), note, histograms(), make("div", { class: "columns" }, aside, detail)];
+}
+
+/** Draw list and group into their places on the page. */
+function showPlace() {
+  if (!state.listed || !document.querySelector(".group-list")) return;
+  drawList();
+  drawDetail();
 }
 
 /** Bring the list up to date, and leave what is being read as it is. */
 async function updateTrajectories() {
-  const list = document.querySelector(".group-list");
-  if (!list || !state.open) return drawTrajectories();
-  state.listed = await source.groups(state.run, state.query);
-  drawList(list, document.getElementById("detail"));
-  document.getElementById("pager").replaceWith(pager());
+  const shown = document.querySelector(".group-list");
+  if (!shown || !state.open) return draw();
+  return showProblem(async () => {
+    state.listed = await source.groups(state.run, state.query);
+    drawList();
+    document.getElementById("pager").replaceWith(pager());
+    document.getElementById("histograms").replaceWith(histograms());
+  });
 }
 
 function changeQuery(change) {
   Object.assign(state.query, { page: 0 }, change);
-  state.open = null;
-  drawTrajectories().catch(showError);
+  state.place = null;
+  if (location.hash !== addressOf("trajectories")) history.replaceState(null, "", addressOf("trajectories"));
+  draw();
 }
 
 function filterBar() {
   const flags = new Set(state.query.flags.split(",").filter(Boolean));
-  const choices = FLAGS.map((flag) => option(flag, `flag-${flag}`, flags.has(flag), (isOn) => {
+  const choices = Object.entries(FLAGS).map(([flag, { title }]) => option(title, `flag-${flag}`, flags.has(flag), (isOn) => {
     if (isOn) flags.add(flag); else flags.delete(flag);
     changeQuery({ flags: [...flags].join(",") });
   }));
@@ -257,10 +341,19 @@ function filterBar() {
     input.addEventListener("change", () => changeQuery({ [name]: input.value }));
     return input;
   });
+  const search = make("input", { type: "search", id: "text", value: state.query.search, placeholder: "in prompts and answers" });
+  search.addEventListener("change", () => changeQuery({ search: search.value }));
   const kind = make("select", { id: "kind" }, ...Object.entries(KINDS).map(([value, { title }]) => make("option", { value, selected: value === state.kind }, title)));
-  kind.addEventListener("change", () => { state.kind = kind.value; drawDetail(document.getElementById("detail")); });
-  return make("div", { class: "bar" }, runChoice(), make("label", {}, "colour", kind), make("label", {}, "sort by", sort), ascending,
+  kind.addEventListener("change", () => { state.kind = kind.value; drawDetail(); });
+  return make("div", { class: "bar" }, runChoice(), make("label", {}, "find", search), make("label", {}, "colour", kind), make("label", {}, "sort by", sort), ascending,
     ...choices, unequal, make("label", {}, "steps", first, last));
+}
+
+function histograms() {
+  const charts = Object.entries(state.listed.histograms).map(([name, counted]) => histogram(name, counted));
+  const box = make("details", { id: "histograms", open: state.hasHistograms }, make("summary", {}, "rewards and lengths"), make("div", { class: "charts" }, ...charts));
+  box.addEventListener("toggle", () => { state.hasHistograms = box.open; });
+  return box;
 }
 
 function pager() {
@@ -275,31 +368,45 @@ function pager() {
   return make("div", { class: "bar", id: "pager" }, turn("‹", page - 1, page > 0), make("span", {}, `${page + 1} of ${numPages} · ${total.toLocaleString("en")} groups`), turn("›", page + 1, page + 1 < numPages));
 }
 
-function drawList(list, detail) {
-  list.replaceChildren(...state.listed.groups.map((g) => {
+function drawList() {
+  document.querySelector(".group-list").replaceChildren(...state.listed.groups.map((g) => {
     const isOpen = Boolean(state.open) && state.open.step === g.step && state.open.group === g.group;
-    const item = make("button", { class: "group-item", "aria-current": String(isOpen) }, `step ${g.step} · group ${g.group} · reward ${shortNumber(g.reward)}`);
-    for (const flag of FLAGS) if (g[flag]) item.append(make("span", { class: `flag ${flag}` }, flag));
+    const address = addressOf("trajectories", state.run, { step: g.step, group: g.group });
+    const item = make("a", { class: "group-item", href: address, "aria-current": String(isOpen) }, `step ${g.step} · group ${g.group} · reward ${shortNumber(g.reward)}`);
+    for (const [flag, { title, hint }] of Object.entries(FLAGS)) if (g[flag]) item.append(make("span", { class: `flag ${flag}`, title: hint }, title));
     const facts = `${g.prompt}`.replace(/\s+/g, " ");
-    item.append(make("span", { class: "prompt" }, facts), make("span", { class: "prompt" }, `mismatch ${shortNumber(g.mismatch)} · entropy ${shortNumber(g.entropy)} · rewards ${g.rewards.map((reward) => shortNumber(reward)).join(" ")}`));
-    item.addEventListener("click", async () => { await openGroup(g).catch(showError); drawList(list, detail); drawDetail(detail); });
+    const rewards = g.rewards.map((reward) => shortNumber(reward)).join(" ");
+    item.append(make("span", { class: "prompt" }, facts), make("span", { class: "prompt" }, `mismatch ${shortNumber(g.mismatch)} · entropy ${shortNumber(g.entropy)} · rewards ${rewards}`));
     return item;
   }));
 }
 
-async function openGroup(g) {
-  state.open = { step: g.step, group: g.group, data: await source.group(state.run, g.step, g.group) };
+/** Read the group that the address names, or else the first one of the list. */
+async function openPlace() {
+  const wanted = state.place || state.listed.groups[0];
+  state.open = null;
+  state.missing = "No group is like that.";
+  try {
+    if (wanted) state.open = await source.group(state.run, wanted.step, wanted.group);
+  } catch (error) {
+    state.missing = error.message;
+  }
 }
 
-function drawDetail(detail) {
-  detail.replaceChildren(state.open ? groupView(state.open.data, state.kind) : make("p", { class: "soft" }, "No group is like that."));
+function drawDetail() {
+  const linkTo = (place) => addressOf("trajectories", state.run, place);
+  const view = state.open ? groupView(state.open, { kind: state.kind, place: state.place, linkTo, search: state.query.search })
+    : make("p", { class: "reason" }, state.missing);
+  document.getElementById("detail").replaceChildren(view);
+  const marked = view.querySelector('.trajectory[aria-current="true"]');
+  if (marked) marked.scrollIntoView({ block: "nearest", inline: "center" });
 }
 
 // ------------------------------------------------------------------------------------------ answers, settings
 
 async function drawAnswers() {
   const evaluations = await source.answers(state.run);
-  const blocks = evaluations.reverse().map((evaluation) => {
+  const blocks = [...evaluations].reverse().map((evaluation) => {
     const title = `step ${evaluation.step}${evaluation.name ? ` (${evaluation.name.replace("_", " ")})` : ""}`;
     const answers = evaluation.answers.map((a) => {
       const prompt = typeof a.prompt === "string" ? a.prompt : a.prompt.map((m) => `${m.role}: ${typeof m.content === "string" ? m.content : JSON.stringify(m.content)}`).join("\n");
@@ -307,34 +414,66 @@ async function drawAnswers() {
     });
     return make("section", { class: "panel" }, make("h2", {}, title), ...answers);
   });
-  main.replaceChildren(make("div", { class: "bar" }, runChoice()), ...(blocks.length ? blocks : [make("p", {}, "No answers yet.")]));
+  return [make("div", { class: "bar" }, runChoice()), ...(blocks.length ? blocks : [make("p", {}, "No answers yet.")])];
 }
 
+/** The settings of all runs beside each other: first those in which they differ, then those that are not the default. */
 async function drawSettings() {
-  main.replaceChildren(make("div", { class: "bar" }, runChoice()), make("pre", { class: "panel" }, await source.settings(state.run)));
+  const all = await Promise.all(state.runs.map((_, run) => source.settings(run)));
+  const names = new Set(all.flatMap(({ values }) => Object.keys(values)));
+  names.delete("output"); // Where a run is.
+  const text = (value) => {
+    if (value === undefined) return "–";
+    if (typeof value === "number" && Math.abs(value) < 1e-3 && value) return value.toExponential();
+    return typeof value === "string" ? value : JSON.stringify(value);
+  };
+  const valuesOf = (name) => all.map(({ values }) => text(values[name]));
+  const defaultOf = (name) => text(all.map(({ defaults }) => defaults[name]).find((value) => value !== undefined));
+  const hasDefaults = all.some(({ defaults }) => Object.keys(defaults).length);
+  const isOf = {
+    "differ from run to run": (name) => new Set(valuesOf(name)).size > 1,
+    "not the default": (name) => hasDefaults && valuesOf(name).some((value) => value !== defaultOf(name)),
+    [hasDefaults ? "as by default" : "all others"]: () => true,
+  };
+  const blocks = Object.entries(isOf).map(([title, is]) => {
+    const shown = [...names].filter(is);
+    shown.forEach((name) => names.delete(name));
+    const heads = ["setting", "default", ...state.runs.map((run) => run.name)].map((head) => make("th", {}, head));
+    const rows = shown.map((name) => make("tr", {}, ...[name, defaultOf(name), ...valuesOf(name)].map((value, i) => make("td", { class: i === 1 ? "soft" : "" }, value))));
+    return shown.length ? make("details", { class: "panel", open: title !== "as by default" }, make("summary", {}, `${title} (${shown.length})`),
+      make("table", { class: "settings" }, make("tr", {}, ...heads), ...rows)) : null;
+  });
+  return blocks.some(Boolean) ? blocks : [make("p", {}, "No settings yet.")];
 }
 
 // ------------------------------------------------------------------------------------------ life
 
 async function update() {
+  const connection = document.getElementById("connection");
   try {
     const changed = await refresh();
-    document.getElementById("connection").textContent = "";
+    connection.textContent = "";
     if (!changed) return;
-    drawFrame();
-    if (state.tab === "curves") { const charts = document.querySelector(".charts"); if (charts && state.chosen) drawCharts(charts); else await drawCurves(); }
-    if (state.tab === "time") await drawTime();
-    if (state.tab === "trajectories") await updateTrajectories();
   } catch (error) {
-    document.getElementById("connection").textContent = `no answer (${error.message}); trying again`;
+    connection.textContent = `no answer (${error.message}); trying again`;
+    return;
   }
+  drawFrame();
+  const charts = document.querySelector(".columns .charts");
+  if (state.tab === "curves" && charts && state.chosen) drawCharts(charts);
+  else if (state.tab === "trajectories") await updateTrajectories();
+  else if (state.tab !== "answers" && state.tab !== "settings") await draw();
 }
 
 async function start() {
-  try { await refresh(); } catch (error) { showError(error); return; }
-  drawAll();
-  if (!source.isLive) return;
-  for (;;) {
+  try { await refresh(); } catch (error) { document.getElementById("connection").textContent = error.message; return; }
+  readAddress();
+  addEventListener("hashchange", follow);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const { plot } of document.querySelectorAll(".chart")) if (plot) plot.redraw(false);
+  });
+  await draw();
+  while (source.isLive) {
     await new Promise((done) => setTimeout(done, EVERY_MS));
     await update();
   }
