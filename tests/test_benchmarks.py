@@ -91,6 +91,11 @@ LOADS = {
         ["--families", "qwen3_moe", "--num-layers", 2, "--experts", 4, "--top-k", 2]
         + ["--prompts", 2, "--samples", 1, "--tokens", 8],
     ),
+    "logits": (
+        1,
+        ["--vocabulary", 512, "--hidden-size", 64, "--num-layers", 1, "--prompts", 2]
+        + ["--samples", 1, "--tokens", 8],
+    ),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
 # Benchmarks that cannot do without a compiler.
@@ -156,6 +161,7 @@ SHOWN = {
         "| qwen3_moe | off | | # | # | # |",
         "| qwen3_moe | on | #% | # | # | # |",
     ],
+    "logits": ["| bfloat16 | # | # | # | # | # |", "| float32 | # | # | # | # | # |"],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
 

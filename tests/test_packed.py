@@ -66,6 +66,30 @@ def test_copies_are_of_the_time_of_the_last_forget():
     assert num_copies == 1  # None of bfloat16.
 
 
+def logits_by_a_copy(mesh):
+    """Errors of logits by number of rows, and how many copies there are before and after."""
+    torch.manual_seed(0)
+    weight = torch.randn(70, 32).bfloat16()
+    bias = torch.randn(70).bfloat16()
+    errors = {}
+    for num_rows in (0, 1, 5, 256, 257, 600):
+        hidden = torch.randn(num_rows, 32).bfloat16()
+        logits = packed.wide_logits(hidden, weight, bias)
+        exact = hidden.double() @ weight.double().T + bias.double()
+        assert logits.dtype == torch.float32 and logits.shape == exact.shape
+        errors[num_rows] = (logits - exact).abs().max().item() if num_rows else 0.0
+    num_copies = len(packed._copies)
+    packed.forget()
+    return errors, num_copies, len(packed._copies)
+
+
+def test_logits_of_a_head_in_bfloat16_are_in_float32():
+    """By one copy of the head, however many rows there are."""
+    ((errors, num_copies, num_left),) = ranks(1, logits_by_a_copy)
+    assert max(errors.values()) < 1e-4
+    assert (num_copies, num_left) == (1, 0)
+
+
 def memory_of_refits(mesh):
     """MiB of the process after each of several refits of 16 MiB."""
     weight = torch.randn(2048, 2048)

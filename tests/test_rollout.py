@@ -40,7 +40,7 @@ from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
-from minirl.rollout import vllm_errors
+from minirl.rollout import vllm_errors, vllm_patches
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
@@ -625,3 +625,52 @@ def test_num_seqs_from_the_share_of_a_step(device, given, num_answers, expected)
     mesh = SimpleNamespace(device=torch.device(device), world_size=8)
     cfg = EngineConfig(max_num_seqs=given, tensor_parallel_size=2)
     assert resolve_num_seqs(cfg, mesh, num_answers).max_num_seqs == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# logits
+
+
+def logits_of(mesh, folder, dtype, head, tp):
+    """Dtypes of the engine's logits, their largest error and the largest of them, and log-probs."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    vllm_patches.HEAD_DTYPE = head
+    cfg = EngineConfig(**ENGINE | {"tensor_parallel_size": tp})
+    engine = RolloutEngine(cfg, folder, mesh, dtype=dtype, load_weights=True)
+    apply = LogitsProcessor._apply_head
+    dtypes, errors, largest = set(), [], []
+
+    def compare(processor, lm_head, hidden, bias):
+        logits = apply(processor, lm_head, hidden, bias)
+        exact = hidden.double() @ lm_head.weight.double().T
+        dtypes.add(logits.dtype)
+        errors.append((logits - exact).abs().max().item())
+        largest.append(exact.abs().max().item())
+        return logits
+
+    LogitsProcessor._apply_head = compare
+    greedy(engine)
+    return dtypes, max(errors), max(largest)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "tp"), [("qwen3", False, 1), ("qwen2", True, 2), ("gemma2", True, 1)]
+)
+def test_logits_of_weights_in_bfloat16_are_in_float32(tmp_path, family, tied, tp):
+    """As the trainer's are on CUDA. By itself vLLM rounds them, 3 digits of them."""
+    folder = tiny.make(tmp_path / "model", family, tied=tied, dtype=torch.bfloat16)
+    for dtypes, error, largest in ranks(tp, logits_of, folder, "bfloat16", "float32", tp):
+        assert dtypes == {torch.float32}
+        assert error < 1e-5 * largest
+    if family == "qwen3":
+        dtypes, error, largest = ranks(1, logits_of, folder, "bfloat16", "model", 1)[0]
+        assert dtypes == {torch.bfloat16}
+        assert error > 1e-3 * largest
+
+
+def test_a_quantized_head_computes_in_the_dtype_of_its_model():
+    """vLLM refuses another one. A refit brings plain weights."""
+    config = AutoConfig.for_model("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    assert "head_dtype" not in vars(vllm_patches.config_of_files(config))
+    assert vllm_patches.config_of_policy(config).head_dtype == "float32"

@@ -3,7 +3,8 @@
 oneDNN lays a matrix out in the blocks that its kernels read. By such a copy a product of a few rows
 takes half the time of `linear`, and one of 256 rows five sixths. The plain weights stay, because
 refits write them and `debug.check_refit` compares them, so the engine's matrices are in memory
-twice.
+twice. Weights in bfloat16 have none, but for the head, whose logits are in float32: to convert it
+in each step would take several times as long as the product.
 
 A copy is made at the first product after `forget`, which a refit is followed by. That way tied
 embeddings share one, and an expert that no token meets has none.
@@ -37,25 +38,39 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """Return `x @ weight.T + bias`, as `torch.nn.functional.linear` does.
 
     Args:
-        x: [..., H].
-        weight: [N, H], of which the copy is kept until `forget`. Weights of another dtype than
-            float32, which CPU runs use, have none.
+        x: [..., H]. Copies are for float32, which CPU runs use.
+        weight: [N, H], of which a copy in float32 is kept until `forget`.
         bias: [N].
     """
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
-    if weight.dtype != torch.float32 or not 0 < num_rows <= MOST_ROWS:
+    if x.dtype != torch.float32 or not 0 < num_rows <= MOST_ROWS:
         return linear(x, weight, bias)
     from vllm import _custom_ops as ops
 
     key = weight.data_ptr(), weight.shape
     if key not in _copies:
-        _copies[key] = _Packed(weight, ops.create_onednn_mm(weight.t(), NUM_KERNELS))
+        _copies[key] = _Packed(weight, ops.create_onednn_mm(weight.float().t(), NUM_KERNELS))
     padding = _round_up(num_rows) - num_rows
     if padding:
         rows = pad(rows, (0, 0, 0, padding))
     result = ops.onednn_mm(_copies[key].handler, rows, bias)
     return result[:num_rows].view(*x.shape[:-1], len(weight))
+
+
+def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `hidden @ weight.T + bias` in float32.
+
+    Args:
+        hidden: [N, H], bfloat16.
+        weight: [V, H], bfloat16.
+        bias: [V], bfloat16.
+    """
+    wide_bias = None if bias is None else bias.float()
+    if not len(hidden):
+        return hidden.new_empty((0, len(weight)), dtype=torch.float32)
+    parts = hidden.float().split(MOST_ROWS)
+    return torch.cat([packed_linear(part, weight, wide_bias) for part in parts])
 
 
 def forget() -> None:

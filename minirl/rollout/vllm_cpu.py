@@ -22,13 +22,14 @@ from minirl.data.vision_base import Vision
 from minirl.errors import UserError
 from minirl.model.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
-from minirl.rollout.packed import packed_linear
+from minirl.rollout.packed import packed_linear, wide_logits
 from minirl.rollout.vllm_delta import patch_delta_nets
 
 
 def patch_cpu(mesh: Mesh) -> None:
     """Make the CPU build fit for refits and for several jobs on one host. Collective."""
     _patch_cpu_linear()
+    _patch_cpu_head()
     _patch_cpu_experts()
     _patch_cpu_rotary()
     patch_delta_nets()
@@ -96,6 +97,26 @@ def _patch_cpu_linear() -> None:
         layer.cpu_linear = packed_linear
 
     layers.dispatch_cpu_unquantized_gemm = use_packed_copy
+
+
+def _patch_cpu_head() -> None:
+    """Compute logits in float32 of weights in bfloat16 by a copy that is converted once a refit.
+
+    The CPU build would convert the whole head in every step.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    apply = inspect.unwrap(LogitsProcessor._apply_head)
+
+    @functools.wraps(apply)
+    def apply_wide(
+        processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
+    ) -> Tensor:
+        if processor.head_dtype != torch.float32 or hidden_states.dtype == torch.float32:
+            return apply(processor, lm_head, hidden_states, embedding_bias)
+        return wide_logits(hidden_states, lm_head.weight, embedding_bias)
+
+    LogitsProcessor._apply_head = apply_wide
 
 
 def _patch_cpu_rotary() -> None:

@@ -37,8 +37,15 @@ def keep_process_state() -> Iterator[None]:
         yield
 
 
+# In which vLLM computes logits. By itself it rounds them to the weights' dtype, and samples and
+# reports from these: 3 digits of log-prob, which the trainer's have.
+HEAD_DTYPE = "float32"
+
+
 def config_of_files(config: Any) -> Any:
     """Return a model's config with what vLLM asks it for and the library takes for granted."""
+    if "quantization_config" not in vars(config):  # vLLM has no such logits of a quantized head.
+        config.head_dtype = HEAD_DTYPE
     if config.model_type == "deepseek_v3":
         config.topk_method = "noaux_tc"  # There is a correction of routers' scores,
         config.scoring_func = "sigmoid"  # which are these.
