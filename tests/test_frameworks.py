@@ -4,12 +4,15 @@ one of them, with a random tiny model that is held to calls and formats where th
 import importlib
 import json
 import re
+import subprocess
+import venv
 
 import pytest
 
 import tiny
 from minirl.rollout import records
 from programs import ROOT, fork
+from test_readme import printed
 from test_server import TEMPLATE
 
 # Modes that demand a call or a format and return it, so that even a random model picks.
@@ -41,15 +44,16 @@ class Refused(Agent):
 """
 
 
-def evaluate(folder, wanted):
+def evaluate(folder, wanted, agent="agent.py:Refused"):
     """`minirl.evaluate` of an agent that wants these formats, one a row: its end and scores."""
     rows = [{"prompt": f"Row {i}.", "wanted": w, "answer": ""} for i, w in enumerate(wanted)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "agent.py").write_text(REFUSED)
+    if agent == "agent.py:Refused":
+        (folder / "agent.py").write_text(REFUSED)
     flags = {
         "model": tiny.make(folder / "model"),
         "data.eval": folder / "rows.jsonl",
-        "env.name": f"{folder / 'agent.py'}:Refused",
+        "env.name": f"{folder}/{agent}",
         "env.error-reward": -1,
         "env.timeout-seconds": 300,
         "eval.samples": 1,
@@ -79,6 +83,26 @@ def test_an_evaluation_in_which_all_is_refused_ends_with_the_refusal(tmp_path):
     assert "none of the 2 held-out prompts got an answer to evaluate" in message
     assert "response_format has the type 'grammar'; give text, json_object or json_sch" in message
     assert "Traceback" not in ended.err
+
+
+def test_an_agent_in_an_environment_of_its_own(tmp_path):
+    """The printed one, whose interpreter has no minirl."""
+    for name in ("my_process.py", "agent.py"):
+        printed("minirl/rollout/README.md", name, tmp_path)
+    venv.create(tmp_path / "venv")
+    python = [tmp_path / "venv" / "bin" / "python", "-E", "-c"]
+    assert subprocess.run([*python, "import json"], cwd=tmp_path).returncode == 0
+    assert (
+        subprocess.run(
+            [*python, "import minirl"], cwd=tmp_path, stderr=subprocess.DEVNULL
+        ).returncode
+        == 1
+    )
+    ended, scores = evaluate(tmp_path, ["", ""], "my_process.py:Process")
+    assert ended.code == 0, ended.err[-3000:]
+    expected = {"accuracy": 1.0, "env/failed": 0.0, "endpoint/refused": 0.0, "env/turns": 1.0}
+    assert {name: scores[name] for name in expected} == expected
+    assert scores["answer_tokens"] > 0
 
 
 def test_answers_that_are_all_the_grammars_count_in_an_evaluation(tmp_path):
