@@ -32,6 +32,7 @@ from minirl.model.weight_files import open_weights
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
+from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -63,6 +64,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     checks.refuse_bad(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
     num_dropped = prompts.check_lengths(mesh, MAY_BE_LONG)
+    if example.graded:
+        try_rewards(rewards, prompts, cfg.reward.threads, mesh)
 
     # 2. Load the models.
     dtype = choose_dtype(cfg.engine.dtype, "engine.dtype", mesh)

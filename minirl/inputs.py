@@ -40,6 +40,7 @@ from minirl.parallel.machines import (
 from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.parallel.watch import Watch
 from minirl.plan.shape import count_frozen
+from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
 from minirl.rollout.user_code import in_time, limited_imports, limited_template, make_in_time
@@ -127,6 +128,8 @@ class Inputs:
         self.held_out = as_tokens(held_out, shuffle=False)
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
+        if graded and not cfg.rollout.replay:
+            try_rewards(self.rewards, self.prompts, cfg.reward.threads, mesh)
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         check_steps_left(cfg, self.num_steps, mesh)
         num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)

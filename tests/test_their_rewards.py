@@ -5,16 +5,20 @@ what they log."""
 import inspect
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pandas
 import pytest
 
-from in_memory import ALONE
+from in_memory import ALONE, memory_rows
 from minirl.config.shared import DataConfig, RewardConfig
-from minirl.data.prompts import open_prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
 from minirl.errors import UserError
 from minirl.evaluation import breakdown
+from minirl.model.scratch import make_tokenizer
+from minirl.rewards import first_call
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.conversation import Completion, Conversation, Prompt
 from minirl.types import Trajectory
@@ -487,6 +491,111 @@ def test_the_tokens_of_the_last_completion():
     assert conversation.last_completion() == [6, 7, 8]
 
 
+# The first reward for mathematics that one writes. math-verify sets alarms.
+MATHS = """
+    import os
+
+    from math_verify import parse, verify
+
+
+    def score(prompt, completion, row):
+        return float(verify(parse(str(row["answer"])), parse(completion)))
+
+
+    def forgiving(prompt, completion, row):
+        try:
+            return score(prompt, completion, row)
+        except ValueError:
+            return 0.0
+
+
+    def leaves(prompt, completion, row):
+        if completion == "leave":
+            os._exit(0)
+        return score(prompt, completion, row)
+
+
+    def refuses(prompt, completion, row):
+        score(prompt, completion, row)
+        return float(completion.split("Result:")[1])
+
+
+    def logs(completions, answer, log_metric, log_extra, **kwargs):
+        log_metric("length", len(completions[0]))
+        log_extra("parsed", [str(parse(completions[0])[0])])
+        return [float(verify(parse(answer[0]), parse(completions[0])))]
+"""
+
+
+def tried(function):
+    """The rewards after the first call of a function, as a run has them."""
+    rewards = make_rewards(RewardConfig(function=str(function)))
+    row = {"prompt": "6 * 7 = ?", "answer": "42"}
+    prompts = Prompts(memory_rows([row]), make_tokenizer([]), DataConfig(), seed=0)
+    first_call.try_rewards(rewards, prompts, 4, ALONE)
+    return rewards
+
+
+@pytest.mark.parametrize("name", ["score", "forgiving", "leaves"])
+def test_functions_that_use_signals_work_in_threads(file, name):
+    """Also one that takes their error for a wrong answer."""
+    rewards = tried(f"{file(MATHS)}:{name}")
+    with ThreadPoolExecutor(4) as threads:
+        texts = [f"it is $\\boxed{{{n}}}$" for n in (41, 42, 43, 42)]
+        assert list(threads.map(partial(rewards, TEXT), texts)) == [0.0, 1.0, 0.0, 1.0]
+    if name == "leaves":
+        with pytest.raises(UserError, match="leaves ended its process, for the completion 'leave'"):
+            rewards(TEXT, "leave")
+
+
+def test_functions_of_trl_that_use_signals_log_from_their_processes(file):
+    rewards = tried(f"trl:{file(MATHS)}:logs")
+    info = {}
+    assert rewards(TEXT, "$42$", info) == 1.0
+    assert info["reward_metrics"] == {"length": 4.0} and info["reward_columns"] == {"parsed": "42"}
+    with pytest.raises(UserError, match="logs raised IndexError: list index out of range"):
+        rewards(TEXT, "")
+
+
+def test_an_error_of_signals_says_the_cure(file):
+    rewards = make_rewards(RewardConfig(function=f"{file(MATHS)}:score"))
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.raises(UserError, match=r"; rewards run in threads, .* parsing_timeout=None"),
+    ):
+        thread.submit(rewards, TEXT, "42").result()
+
+
+MISTAKES = {
+    "two parameters": ("def f(prompt, completion): return 0.0", "takes 2 positional arguments"),
+    "no number": ("def f(prompt, completion, row): pass", "returned None .* one finite number"),
+    "a name": ("def f(prompt, completion, row): return scor", "NameError: name 'scor' is not"),
+    "a module": ("def f(prompt, completion, row): import nowhere", "No module named 'nowhere'"),
+    "too many values of trl": (
+        "def f(completions, **kwargs): return [0.0, 1.0]",
+        "ValueError: too many values",
+    ),
+    "no score of verl": ("def f(solution_str, **kwargs): return {'acc': 1}", "KeyError: 'score'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_no_completion_can_mend_is_refused_at_the_first_call(file, name):
+    text, message = MISTAKES[name]
+    prefix = f"{name.split()[-1]}:" if name.split()[-1] in ("trl", "verl") else ""
+    with pytest.raises(UserError, match=message):
+        tried(f"{prefix}{file(text)}:f")
+
+
+@pytest.mark.parametrize("name", ["plain", "refuses"])
+def test_a_function_that_refuses_the_made_up_completion_is_taken(file, capsys, name):
+    """Whether or not it uses signals: a policy may write what it wants."""
+    plain = "def plain(prompt, completion, row): return float(completion.split('Result:')[1])"
+    rewards = tried(f"{file(MATHS if name == 'refuses' else plain)}:{name}")
+    assert "raised IndexError: list index out of range for prompt '6 * 7" in capsys.readouterr().err
+    assert rewards(TEXT, "Result: 3") == 3.0
+
+
 def test_a_run_with_functions_of_trl(file, tmp_path):
     """Two steps: states, token ids and logs are those of the run."""
     path = file("""
@@ -516,12 +625,21 @@ def test_a_run_with_functions_of_trl(file, tmp_path):
         "--engine.max-num-seqs": 16,
         "--rollout.prompts-per-step": 4,
         "--rollout.samples-per-prompt": 2,
-        "--reward.function": f"trl:{path}:f",
     }
-    flags = [x for pair in settings.items() for x in pair] + ["--rollout.dump"]
+    flags = [x for pair in settings.items() for x in pair]
+    flags += [
+        "--rollout.dump",
+        "--reward.function",
+        f"trl:{path}:f",
+        f"{file(MATHS, 'm.py')}:score",
+    ]
     ended = fork("minirl.rl", flags, tmp_path / "log")
     assert ended.code == 0, ended.err
     seen = [line.split() for line in (tmp_path / "seen.txt").read_text().splitlines()]
+    # A made-up answer before the model is loaded.
+    made_up, *seen = seen
+    assert made_up[:2] == ["0", "1"] and int(made_up[3]) > 40
+    assert "score uses signals, which only a main thread handles: 2 processes" in ended.err
     # 4 held-out prompts before and after, and 8 answers a step.
     assert [int(line[0]) for line in seen] == [0] * 12 + [2] * 8 + [4] * 4
     assert {line[1] for line in seen} == {"4"} and {int(line[3]) for line in seen} <= set(range(5))

@@ -242,7 +242,7 @@ class RewardConfig:
     #: Weight of the reward model's score in the sum. `reward/model` in the metrics is the score.
     model_weight: Finite = 1.0
     #: Threads that compute rewards beside generation; also the most answers in a request to an
-    #: endpoint.
+    #: endpoint, and the most processes of a function that uses signals.
     threads: PositiveInt = 4
     #: Environment variable with the key that endpoints want, as a bearer token. Empty: no key.
     api_key_env: str = ""

@@ -39,6 +39,7 @@ from minirl.rewards import (
 )
 from minirl.rewards.by_name import foreign_prefix
 from minirl.rewards.http import RemoteReward
+from minirl.rewards.workers import CURE, needs_main_thread
 
 # What makes a reward function of the text behind a prefix; imported when it is needed.
 ADAPTERS = {
@@ -66,7 +67,7 @@ class Rewards:
             seconds: time limit of a call of a function that has none of its own.
             watch: of the process, which ends the run if a call takes longer; None: none does.
         """
-        self.weighted = weighted
+        self.weighted: tuple[tuple[float, RewardFunction | AdaptedReward, str], ...] = weighted
         self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
         self._stop_reports = graders.StopReports()
         self.seconds = seconds
@@ -128,10 +129,7 @@ class Rewards:
         values: dict[str, float | None] = {}
         call = RewardCall(tokens=list(tokens), state=self.state)
         for _, function, name in self.weighted:
-            seconds = math.inf if _has_own_limit(function, name) else self.seconds
-            too_slow = partial(_describe_too_slow, name, seconds, row, completion)
-            with self.watch.limit(seconds, too_slow):
-                values[name] = grade(function, name, row, completion, call)
+            values[name] = self.grade_in_time(function, name, row, completion, call)
         stopped = {n: v for n, v in values.items() if isinstance(v, graders.StoppedGrade)}
         for name, value in stopped.items():
             self._stop_reports.report(name, value, completion)
@@ -146,6 +144,27 @@ class Rewards:
             info["graders"] = {"stopped": float(bool(stopped))}
         weights = {name: weight for weight, _, name in self.weighted}
         return sum((weights[name] * value for name, value in applying.items()), 0.0)
+
+    def grade_in_time(
+        self,
+        function: RewardFunction | AdaptedReward,
+        name: str,
+        row: dict,
+        completion: str,
+        call: RewardCall,
+    ) -> float | None:
+        """Return what `grade` does; a call that takes too long ends the run."""
+        seconds = math.inf if _has_own_limit(function, name) else self.seconds
+        too_slow = partial(_describe_too_slow, name, seconds, row, completion)
+        with self.watch.limit(seconds, too_slow):
+            return grade(function, name, row, completion, call)
+
+    def replace(self, name: str, function: AdaptedReward) -> None:
+        """Take another function in place of that of this name."""
+        self.weighted = tuple(
+            (weight, function if own_name == name else own, own_name)
+            for weight, own, own_name in self.weighted
+        )
 
 
 def _why_no_answer(answer: object) -> str:
@@ -227,8 +246,9 @@ def grade(
         raise
     # The user's code may raise anything. sys.exit is no end of the run, either.
     except BaseException as error:
+        cure = f"; {CURE}" if needs_main_thread(error) else ""
         raise UserError(
-            f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}"
+            f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}{cure}"
         ) from error
     require(
         valid,
@@ -263,13 +283,14 @@ def make_rewards(cfg: RewardConfig, watch: Watch | None = None) -> Rewards:
         all(map(math.isfinite, cfg.weights)),
         f"{settings}: a weight is not finite; give finite numbers",
     )
-    functions = [_find_function(name, cfg) for name in names]
+    functions = [find_reward(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
     weighted = zip(weights, functions, names, strict=True)
     return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch)
 
 
-def _find_function(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
+def find_reward(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
+    """Return the function of one name. Raises UserError if there is none, or it cannot work."""
     kind, _, argument = name.partition(":")
     if kind in ("http", "https"):
         return RemoteReward(name, cfg)

@@ -1,0 +1,126 @@
+"""The first call of the user's reward functions: before a model is loaded, on a made-up completion.
+
+What would end the run after its first rollout, minutes later, ends it here. Only what cannot be the
+completion's fault does: a function that cannot be called, uses a name or a module that is not
+there, or returns anything but a number. Another error is said in a line, and the run goes on: the
+function may be right to refuse a text that no policy would write.
+
+A function that uses signals is called in processes of its own from then on (workers.py).
+"""
+
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, cast
+
+from minirl.data import chat
+from minirl.data.prompts import Prompts
+from minirl.errors import UserError
+from minirl.log import say
+from minirl.parallel.machines import errors_of_all
+from minirl.parallel.mesh import Mesh
+from minirl.rewards import RewardCall, TrainerState
+from minirl.rewards.functions import REWARDS, Rewards
+from minirl.rewards.http import RemoteReward
+from minirl.rewards.workers import ProcessReward, is_mistake, needs_main_thread
+
+
+def make_up_completion(row: dict) -> str:
+    """Return a completion with the answer of a row in all the forms that rewards look for."""
+    answer = str(row.get("answer") or 42)
+    return (
+        f"<think>\nIt follows that it is {answer}.\n</think>\n<answer>{answer}</answer>\n"
+        f"Answer: {answer}\n#### {answer}\nSo it is $\\boxed{{{answer}}}$."
+    )
+
+
+def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Mesh) -> None:
+    """Call the functions of files once, on rank 0. Collective.
+
+    Args:
+        rewards: the functions; those that use signals are replaced, on all ranks.
+        prompts: of which the first is taken.
+        num_threads: reward.threads.
+        mesh: the ranks.
+
+    Raises:
+        UserError: a function cannot work.
+    """
+    if not _of_files(rewards):
+        return
+    row = dict(prompts.rows[0])
+    row["rendered_prompt"] = prompts.rendered(row)
+    tokens = chat.encode(prompts.tokenizer, make_up_completion(row))
+    with_signals: list[str] = []
+    with errors_of_all(mesh):
+        if mesh.rank == 0:
+            for function, name in _of_files(rewards):
+                if _try(rewards, function, name, row, tokens):
+                    with_signals.append(name)
+    with_signals = mesh.gather(with_signals)[0]
+    if not with_signals:
+        return
+
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_workers = min(num_threads, max(2, cores))
+    with errors_of_all(mesh):
+        for function, name in _of_files(rewards):
+            if name in with_signals:
+                rewards.replace(name, ProcessReward(name, function, num_workers))
+        if mesh.rank == 0:
+            say(
+                f"reward.function = {', '.join(with_signals)} uses signals, which only a main "
+                f"thread handles: {num_workers} processes on each rank call it"
+            )
+            for function, name in _of_files(rewards):
+                if name in with_signals:
+                    _try(rewards, function, name, row, tokens)
+
+
+def _of_files(rewards: Rewards) -> list[tuple[Any, str]]:
+    """Return the functions that are the user's, with their names."""
+    return [
+        (function, name)
+        for _, function, name in rewards.weighted
+        if name not in REWARDS and not isinstance(function, RemoteReward)
+    ]
+
+
+def _try(rewards: Rewards, function: Any, name: str, row: dict, tokens: list[int]) -> bool:
+    """Call a function in a thread, as a run does. Returns whether it uses signals.
+
+    Raises:
+        UserError: it cannot work.
+    """
+    completion = make_up_completion(row)
+    state = TrainerState(max_steps=1, num_train_epochs=1.0)
+    call = RewardCall(tokens=tokens, state=state)
+    uses_signals = False
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal uses_signals
+        if event == "call" and frame.f_code is cast(Any, signal.signal).__code__:
+            uses_signals = True
+
+    def call_it() -> None:
+        # An error of it may be caught by the function, which would then return 0 for all answers.
+        sys.setprofile(look)
+        try:
+            rewards.grade_in_time(function, name, row, completion, call)
+        finally:
+            sys.setprofile(None)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread:
+        failure = thread.submit(call_it).exception()
+    if uses_signals or (failure and needs_main_thread(failure)):
+        return True
+    if failure is None:
+        return False
+    if not isinstance(failure, UserError):
+        raise failure
+    if is_mistake(failure.__cause__):
+        raise failure
+    say(f"{failure} (a made-up completion); a run ends where one of the policy does the same")
+    return False

@@ -1,0 +1,169 @@
+"""Reward functions that use signals, in processes of their own.
+
+Python lets only the main thread of a process handle signals, and rewards run in threads beside
+generation. A function with a time limit by `signal.alarm`, as math-verify's `parse` has one,
+therefore runs in workers: a process imports it once and forks them, and each calls it in its main
+thread for one completion after the other. They end with the rank.
+"""
+
+import json
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import minirl
+from minirl.config.shared import RewardConfig
+from minirl.confine import frames
+from minirl.confine.kernel import end_with_parent
+from minirl.errors import UserError
+from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
+
+START = "from minirl.rewards.workers import main; main()"
+ROOT = Path(minirl.__file__).parents[1]
+PACKAGE = str(Path(minirl.__file__).parent)
+CURE = (
+    "rewards run in threads, and Python handles signals in the main thread only: do without them, "
+    "as math-verify does with parse(..., parsing_timeout=None) and verify(..., "
+    "timeout_seconds=None)"
+)
+
+
+def needs_main_thread(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it comes from, says that a thread handles no signals."""
+    while error is not None:
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class RaisedThereError(Exception):
+    """What a function has raised in a worker.
+
+    Args:
+        is_mistake: as the function of this name says.
+    """
+
+    def __init__(self, is_mistake: bool):
+        super().__init__()
+        self.is_mistake = is_mistake
+
+
+def is_mistake(error: BaseException | None) -> bool:
+    """Return whether an error is of a reward function itself, whatever the completion was.
+
+    Args:
+        error: what it raised; None: it returned what is no number.
+    """
+    if isinstance(error, RaisedThereError):
+        return error.is_mistake
+    if error is None or type(error) in (NameError, ImportError, ModuleNotFoundError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    has_entered = any(not frame.filename.startswith(PACKAGE) for frame in frames)
+    return needs_main_thread(error) or not has_entered
+
+
+class ProcessReward(AdaptedReward):
+    """A reward function that workers call.
+
+    Args:
+        name: of the function, as reward.function has it.
+        function: the function, if it is another library's.
+        num_workers: calls that can run at once.
+
+    Raises:
+        UserError: the workers do not start.
+    """
+
+    def __init__(self, name: str, function: object, num_workers: int):
+        self.name = name
+        self.function = function
+        pairs = [socket.socketpair() for _ in range(num_workers)]
+        descriptors = [inner.fileno() for _, inner in pairs]
+        settings = {"name": name, "sockets": descriptors}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START, json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C is not for it.
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+            | {"OMP_NUM_THREADS": "1"},
+        )
+        self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for own, inner in pairs:
+            inner.close()
+            self.free.put(own)
+
+    def why_not(self, row: dict) -> str:
+        """Return why no answer to this row can be scored; empty: it can."""
+        return self.function.why_not(row) if isinstance(self.function, AdaptedReward) else ""
+
+    def score(
+        self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall
+    ) -> float | None:
+        """Return the reward; None: the function does not apply to this row.
+
+        Raises:
+            UserError: The function fails, or its process has ended.
+        """
+        worker = self.free.get()
+        try:
+            frames.send(worker, pickle.dumps((row, completion, call)))
+            reply = frames.receive(worker)
+        except OSError:
+            reply = b""
+        self.free.put(worker)
+        if not reply:
+            raise UserError(
+                f"reward.function = {self.name} ended its process, for the completion "
+                f"{completion[:80]!r}; let it return, or raise an error"
+            )
+        value, metrics, columns, problem, is_its_mistake = pickle.loads(reply)
+        if problem:
+            raise UserError(problem) from RaisedThereError(is_its_mistake)
+        call.metrics.update(metrics)
+        call.columns.update(columns)
+        return value
+
+
+def main() -> None:
+    """Import a function, then fork a worker for each socket. Settings are in sys.argv[1]."""
+    from minirl.rewards.functions import find_reward, grade, to_plain
+
+    settings = json.loads(sys.argv[1])
+    end_with_parent()
+    function = find_reward(settings["name"], RewardConfig())
+    pids = []
+    for descriptor in settings["sockets"]:
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        end_with_parent()
+        for other in settings["sockets"]:
+            if other != descriptor:
+                os.close(other)  # Whoever has one open hides that its worker has ended.
+        trainer = socket.socket(fileno=descriptor)
+        while request := frames.receive(trainer):
+            row, completion, call = pickle.loads(request)
+            value, problem, is_its_mistake = None, "", False
+            try:
+                value = grade(function, settings["name"], row, completion, call)
+            except UserError as error:
+                problem = str(error)
+                is_its_mistake = is_mistake(error.__cause__)
+            columns = {name: to_plain(each) for name, each in call.columns.items()}
+            reply = (value, call.metrics, columns, problem, is_its_mistake)
+            frames.send(trainer, pickle.dumps(reply))
+        os._exit(0)
+    for descriptor in settings["sockets"]:
+        os.close(descriptor)
+    for pid in pids:
+        os.waitpid(pid, 0)
