@@ -270,8 +270,25 @@ def _leave_out_board(
         show(failed)
 
 
+def restore_streams() -> str:
+    """Open stdout and stderr again where somebody has closed them: a run has to say why it ends.
+
+    Returns the name of a stream that was closed; empty: none was.
+    """
+    closed = ""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if vars(sys)[name].closed:
+            closed = f"sys.{name}"
+            # Closing a stream of Python's leaves its descriptor open.
+            vars(sys)[name] = open(  # noqa: SIM115  # it stays open
+                descriptor, "w", buffering=1, errors="backslashreplace", closefd=False
+            )
+    return closed
+
+
 def say(message: str) -> None:
     """Print a message on the console, above a progress bar if there is one."""
+    restore_streams()
     tqdm.write(f"minirl: {printable(message)}", file=sys.stderr)
 
 

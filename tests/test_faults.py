@@ -46,11 +46,18 @@ from minirl.parallel import watch
 here = Path(__file__).parent
 rank = os.environ.get("RANK", "0")
 
+def in_the_run(function):
+    """Not at the first call, before the model is loaded."""
+    def call(prompt, completion, row):
+        return 1.0 if completion.startswith("<think>") else function(prompt, completion, row)
+    return call
+
 def good(prompt, completion, row):
     return len(completion) / 10
 
 calls = itertools.count()
 
+@in_the_run
 def held_up(prompt, completion, row):
     """The second evaluation waits to be told to go on."""
     if next(calls) >= 8:  # a rank's share of the first
@@ -59,10 +66,12 @@ def held_up(prompt, completion, row):
             time.sleep(0.01)
     return len(completion) / 10
 
+@in_the_run
 def sleeps(prompt, completion, row):
     time.sleep(1000 if rank == "0" else 0)
     return 1.0
 
+@in_the_run
 def sleeps_and_another_hears_late(prompt, completion, row):
     if rank == "1":
         watch.LOOK_SECONDS = 10.0  # as on a loaded machine: its watch has no turn for so long
@@ -76,29 +85,51 @@ def leaves_slowly(self, store, wait=watch.Watch._wait_for_the_others):
 
 waits = itertools.count()
 
+@in_the_run
 def sleeps_and_leaves_slowly(prompt, completion, row):
     watch.Watch._wait_for_the_others = leaves_slowly
     return sleeps(prompt, completion, row)
 
+@in_the_run
 def backtracks(prompt, completion, row):
     if rank == "0":
         re.match("(a+)+$", "a" * 99 + "b")
     return 1.0
 
+@in_the_run
 def exits(prompt, completion, row):
     sys.exit(0)
 
+@in_the_run
 def interrupts(prompt, completion, row):
     raise KeyboardInterrupt
 
+@in_the_run
 def cancels(prompt, completion, row):
     raise asyncio.CancelledError("mine")
 
 def always(prompt, completion, row):
     return 1.0
 
+@in_the_run
+def closes(prompt, completion, row):
+    sys.stdout.close()
+    sys.stderr.close()
+    return 1.0
+
+@in_the_run
+def closes_and_fails(prompt, completion, row):
+    sys.stderr.close()
+    raise RuntimeError("after closing")
+
+@in_the_run
+def closes_all(prompt, completion, row):
+    os.closerange(3, 1000)
+    return 1.0
+
+@in_the_run
 def leaves(prompt, completion, row):
-    if rank == "1":
+    if rank == "1" or os.environ.get("WORLD_SIZE") == "1":
         os._exit(0)
     return 1.0
 
@@ -107,6 +138,7 @@ def leaves_thread(prompt, completion, row):
         threading.Thread(target=time.sleep, args=(1000,)).start()
     return len(completion) / 10
 
+@in_the_run
 def stops(prompt, completion, row):
     if rank == "1":
         os.kill(os.getpid(), 19)
@@ -504,7 +536,24 @@ CASES = {
     "an environment stops": (1, env("Stops"), 2, ["Stops.reset raised RuntimeError: StopIterat"]),
     "an environment is not made": (1, env("Unmade"), 2, ["its constructor raised SystemExit: 0"]),
     "an agent exits": (1, env("AgentExits"), 2, ["AgentExits.run raised SystemExit: 0"]),
-    "a reward ends its process": (2, reward("leaves"), 1, ["rank 1 (process", "is gone without"]),
+    "a reward ends its process": (
+        2,
+        reward("leaves"),
+        1,
+        ["rank 1: leaves in ", "user.py, line ", ", called os._exit(0), which ends a run without"],
+    ),
+    "a reward ends its process, of one rank": (
+        1,
+        reward("leaves"),
+        1,
+        ["rank 0: leaves in ", ", called os._exit(0), which ends a run without"],
+    ),
+    "a reward closes stderr and fails": (
+        1,
+        reward("closes_and_fails"),
+        2,
+        ["raised RuntimeError: after closing for prompt"],
+    ),
     "an environment blocks": (
         1,
         env("Blocks"),
@@ -551,6 +600,21 @@ def test_it_ends_and_says_why_once(folder, tmp_path, case):
     assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
     for text in texts:
         assert text in ended.err, ended.err
+
+
+def test_streams_that_a_reward_closes_are_open_again(folder, tmp_path):
+    given = flags(folder, tmp_path / "out", "--reward.function", f"{folder}/user.py:closes")
+    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS)
+    assert ended.code == 0, ended.err
+    assert ":closes has closed sys." in ended.err and "held-out accuracy" in ended.out + ended.err
+
+
+def test_a_reward_that_closes_all_descriptors_ends_the_run_with_its_name(folder, tmp_path):
+    """Threads of gloo may abort the process before Python can say it; that shows the stacks."""
+    given = flags(folder, tmp_path / "out", "--reward.function", f"{folder}/user.py:closes_all")
+    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS)
+    assert ended.code != 0, ended.err
+    assert "closes_all" in ended.err, ended.err
 
 
 def test_a_rank_that_keeps_the_lock_is_told_once(folder, tmp_path):

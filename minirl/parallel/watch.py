@@ -25,15 +25,18 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
-from minirl.log import printable, say
+from minirl.log import printable, restore_streams, say
 from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
 from minirl.parallel.peers import Peer, is_alive, runs, stat_of
+
+_exit = os._exit  # Python's own. While a rank listens, `os._exit` is `Watch._refuse_exit`.
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -91,7 +94,8 @@ class Watch:
     # beginning and end
 
     def listen(self) -> None:
-        """Take the signals, and start the threads. Only the main thread may call it."""
+        """Take signals and os._exit, and start the threads. Only the main thread may call it."""
+        vars(os)["_exit"] = partial(self._refuse_exit, os.getpid())
         heard, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in SIGNALS:
@@ -186,12 +190,30 @@ class Watch:
             self._leave_with_the_first(code)
         message = printable(message)
         self._tell_why(f"minirl: {message}")
+        restore_streams()
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             print(f"\nminirl: {message}", file=sys.stderr, flush=True)
         self._record("failed", message)
         if threading.current_thread() is not threading.main_thread():
             self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
+
+    def _refuse_exit(self, pid: int, code: int) -> NoReturn:
+        """Say who calls os._exit and end all ranks; with code 0 the run would look finished.
+
+        Args:
+            pid: of this rank. Its forks leave as they want.
+            code: that the caller wants to leave with.
+        """
+        if os.getpid() != pid or self._has_ended:
+            _exit(code)
+        caller = traceback.extract_stack(sys._getframe(1), limit=1)[0]
+        self.end_all(
+            f"error: rank {self.rank}: {caller.name} in {caller.filename}, line {caller.lineno}, "
+            f"called os._exit({code}), which ends a run without a checkpoint; let it return, or "
+            "raise an error",
+            code or CRASH,
+        )
 
     def _tell_why(self, text: str) -> None:
         """Tell torchrun, and the ranks of other machines for theirs, why the run ends."""
@@ -438,4 +460,4 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             stream.flush()
-    os._exit(code)
+    _exit(code)

@@ -24,7 +24,8 @@ from minirl.parallel.mesh import Mesh
 from minirl.rewards import RewardCall, TrainerState
 from minirl.rewards.functions import REWARDS, Rewards
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.workers import ProcessReward, is_mistake, needs_main_thread
+from minirl.rewards.mistakes import is_mistake, needs_main_thread
+from minirl.rewards.workers import ProcessReward
 
 
 def make_up_completion(row: dict) -> str:

@@ -28,6 +28,7 @@ from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
+from minirl.log import restore_streams, say
 from minirl.parallel.watch import Watch
 from minirl.rewards import (
     AdaptedReward,
@@ -39,7 +40,7 @@ from minirl.rewards import (
 )
 from minirl.rewards.by_name import foreign_prefix
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.workers import CURE, needs_main_thread
+from minirl.rewards.mistakes import CURE, needs_main_thread
 
 # What makes a reward function of the text behind a prefix; imported when it is needed.
 ADAPTERS = {
@@ -157,7 +158,10 @@ class Rewards:
         seconds = math.inf if _has_own_limit(function, name) else self.seconds
         too_slow = partial(_describe_too_slow, name, seconds, row, completion)
         with self.watch.limit(seconds, too_slow):
-            return grade(function, name, row, completion, call)
+            value = grade(function, name, row, completion, call)
+        if closed := restore_streams():
+            say(f"reward.function = {name} has closed {closed}, which is open again")
+        return value
 
     def replace(self, name: str, function: AdaptedReward) -> None:
         """Take another function in place of that of this name."""

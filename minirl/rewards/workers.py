@@ -13,7 +13,6 @@ import queue
 import socket
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import minirl
@@ -22,51 +21,11 @@ from minirl.confine import frames
 from minirl.confine.kernel import end_with_parent
 from minirl.errors import UserError
 from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
+from minirl.rewards.functions import find_reward, grade, to_plain
+from minirl.rewards.mistakes import RaisedThereError, is_mistake
 
 START = "from minirl.rewards.workers import main; main()"
 ROOT = Path(minirl.__file__).parents[1]
-PACKAGE = str(Path(minirl.__file__).parent)
-CURE = (
-    "rewards run in threads, and Python handles signals in the main thread only: do without them, "
-    "as math-verify does with parse(..., parsing_timeout=None) and verify(..., "
-    "timeout_seconds=None)"
-)
-
-
-def needs_main_thread(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it comes from, says that a thread handles no signals."""
-    while error is not None:
-        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-class RaisedThereError(Exception):
-    """What a function has raised in a worker.
-
-    Args:
-        is_mistake: as the function of this name says.
-    """
-
-    def __init__(self, is_mistake: bool):
-        super().__init__()
-        self.is_mistake = is_mistake
-
-
-def is_mistake(error: BaseException | None) -> bool:
-    """Return whether an error is of a reward function itself, whatever the completion was.
-
-    Args:
-        error: what it raised; None: it returned what is no number.
-    """
-    if isinstance(error, RaisedThereError):
-        return error.is_mistake
-    if error is None or type(error) in (NameError, ImportError, ModuleNotFoundError):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    has_entered = any(not frame.filename.startswith(PACKAGE) for frame in frames)
-    return needs_main_thread(error) or not has_entered
 
 
 class ProcessReward(AdaptedReward):
@@ -135,8 +94,6 @@ class ProcessReward(AdaptedReward):
 
 def main() -> None:
     """Import a function, then fork a worker for each socket. Settings are in sys.argv[1]."""
-    from minirl.rewards.functions import find_reward, grade, to_plain
-
     settings = json.loads(sys.argv[1])
     end_with_parent()
     function = find_reward(settings["name"], RewardConfig())
