@@ -6,6 +6,7 @@ Needs no GPU and no weights: a model's config.json is enough. Flags that are not
 are settings of the run, as its program takes them.
 """
 
+import gc
 import sys
 
 from minirl.errors import BAD_INPUT, UserError
@@ -26,4 +27,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # Next to nothing of what is imported is garbage, and looking takes a second.
     sys.exit(main())
