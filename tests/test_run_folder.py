@@ -4,6 +4,7 @@ code, one run at a time is in it, and it is resumed by the settings that it was 
 import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import pickle
@@ -871,13 +872,16 @@ def log_until_full(mesh, folder):
     said = ""
     values = {f"metric {n}": 1.0 for n in range(9)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, hard))
+    console = io.StringIO()
     try:
         first = log.Log(folder, rank=0, first_step=0)
+        sys.stderr = console
         for step in range(2_000):
             first.scalars("rl", step, values)
             time.sleep(0.001)
     except OSError as error:
         said = explain(error, Watch(), 30, str(folder)) or ""
+    sys.stderr = sys.__stderr__
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     size = (folder / "metrics.jsonl").stat().st_size
     log.truncate(folder / "metrics.jsonl", keep_before=20, keep_sft=True)
@@ -885,14 +889,40 @@ def log_until_full(mesh, folder):
     second.scalars("rl", 20, values)
     second.close()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return said, size, [row["step"] for row in rows]
+    return said, size, [row["step"] for row in rows], console.getvalue()
+
+
+def log_until_gone(mesh, folder):
+    """Log until the folder of the run is removed."""
+    console = io.StringIO()
+    board = log.Log(folder, rank=0, first_step=0)
+    sys.stderr = console
+    shutil.rmtree(folder)
+    error = None
+    try:
+        for step in range(2_000):
+            board.scalars("rl", step, {"reward": 1.0})
+            time.sleep(0.001)
+    except OSError as gone:
+        error = gone
+    sys.stderr = sys.__stderr__
+    where = os.path.relpath(folder)  # as a setting may give it
+    return explain(error, Watch(), 30, where), explain(error, Watch(), 30, ""), console.getvalue()
 
 
 def test_a_full_disk_is_one_message_and_the_run_goes_on_with_room(tmp_path):
-    said, size, steps = ranks(1, log_until_full, tmp_path)[0]
+    said, size, steps, console = ranks(1, log_until_full, tmp_path)[0]
     assert "rank 0 in phase start: a file cannot be written: [Errno 27]" in said
     assert f"Make room (output = {str(tmp_path)!r})" in said and "goes on with --resume" in said
     assert size <= 6_000 and steps == [*range(len(steps) - 1), 20] and len(steps) > 15
+    assert "Traceback" not in console
+
+
+def test_a_folder_that_is_gone_is_one_message(tmp_path):
+    said, elsewhere, console = ranks(1, log_until_gone, tmp_path / "run")[0]
+    assert "rank 0 in phase start: a file cannot be written: [Errno 2] No such file" in said
+    assert "run') is gone, or a part of it" in said and "Traceback" not in console
+    assert elsewhere is None  # not of the run's folder: a bug, with its traceback
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
