@@ -15,15 +15,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import tiny
+from harness import ranks
 from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.faults import explain
 from minirl.health import Health
+from minirl.parallel import watch
 from minirl.parallel.guard import Board, has_told, make_page
 from minirl.parallel.limits import Limits
 from minirl.parallel.watch import Watch
@@ -753,3 +756,42 @@ def test_a_dripping_endpoint_is_given_up():
             RemoteReward(url, cfg)([], "", {"rendered_prompt": ""})
         assert time.monotonic() - began < 8
         server.shutdown()
+
+
+def hear_a_stranger(mesh, seconds):
+    """Somebody who reaches the store writes there what ranks write; then a rank does.
+
+    Returns whether this rank was asked to save and leave by the one and by the other."""
+    port = 0
+    if mesh.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = mesh.broadcast(port, 0)
+    if mesh.rank:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    heard = Watch()
+    heard.listen()
+    heard.join(store, mesh.rank, mesh.gather(heard.this_process(mesh.rank)))
+    if mesh.rank == 0:
+        stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        for key, value in ((watch.OVER, "0"), (watch.STOP, "SIGTERM"), (watch.ASKED, "1")):
+            for signed in (value, f"0 {'0' * 32} {value}", f"1  {value}"):
+                stranger.set(key, signed)
+                stranger.add(watch.NEWS, 1)
+                time.sleep(seconds / 9)
+    mesh.barrier()
+    time.sleep(seconds)
+    by_stranger = heard.requested or heard._has_replied
+    mesh.barrier()
+    if mesh.rank == 0:
+        heard._announce(store, watch.STOP, "SIGTERM")
+    end = time.monotonic() + 30
+    while not heard.requested and time.monotonic() < end:
+        time.sleep(0.02)
+    mesh.barrier()
+    return by_stranger, heard.requested
+
+
+def test_nobody_but_a_rank_ends_a_run():
+    """torch's store listens on all interfaces, and has no key."""
+    assert ranks(2, hear_a_stranger, 2.5 * watch.LOOK_SECONDS, timeout=60) == [(False, True)] * 2

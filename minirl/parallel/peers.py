@@ -13,6 +13,7 @@ class Peer(NamedTuple):
     pid: int
     began: str
     guard: int  # Its process id; 0: there is none.
+    secret: str  # What it signs with in the store, which anybody can reach. Only ranks know it.
 
 
 def stat_of(pid: int) -> list[str]:

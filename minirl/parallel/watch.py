@@ -16,6 +16,7 @@ Signals ask a training program to save and to leave:
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import socket
@@ -84,6 +85,8 @@ class Watch:
         self._store: dist.Store | None = None
         self._has_store = False  # The store is in this process and ends with it.
         self._peers: list[Peer] = []
+        self._secret = secrets.token_hex(16)
+        self._secrets: list[str] = []  # Of all ranks.
         self._limits = Limits(self.rank, self._end_over_limit)
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
@@ -115,6 +118,7 @@ class Watch:
         """
         self.rank = rank
         self.world_size = len(peers)
+        self._secrets = [peer.secret for peer in peers]
         here = peers[rank].host
         self._peers = [p for p in peers if p.rank != rank and p.host == here and is_alive(p)]
         own_store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -139,7 +143,8 @@ class Watch:
     def this_process(self, rank: int) -> Peer:
         """Return this process, as the other ranks know it."""
         pid = os.getpid()
-        return Peer(rank, socket.gethostname(), pid, stat_of(pid)[19], self._limits.guard)
+        began = stat_of(pid)[19]
+        return Peer(rank, socket.gethostname(), pid, began, self._limits.guard, self._secret)
 
     # ----------------------------------------------------------------------------------------------
     # time limits
@@ -234,8 +239,9 @@ class Watch:
         end = time.monotonic() + SECONDS_TO_LEAVE
         with contextlib.suppress(dist.DistError):  # The store is gone, too.
             while store is not None and time.monotonic() < end:
-                if store.check([OVER]):
-                    code = int(store.get(OVER))
+                over = self._read(store, OVER)
+                if over is not None:
+                    code = int(over)
                     break
                 time.sleep(0.02)
         self._leave_all(code, is_silent=True)
@@ -404,9 +410,9 @@ class Watch:
         dead = [peer for peer in self._peers if not is_alive(peer)]
         if store.add(NEWS, 0):
             self._leave_if_over(store)
-            if store.check([STOP]):
+            if self._read(store, STOP):
                 self.requested = True
-            if not self._has_replied and store.check([ASKED]):
+            if not self._has_replied and self._read(store, ASKED):
                 self._has_replied = True
                 main = threading.main_thread().ident
                 assert main is not None
@@ -425,18 +431,33 @@ class Watch:
 
     def _leave_if_over(self, store: dist.Store) -> None:
         """Leave if another rank has let all ranks leave and no thread of this one is ending it."""
-        if not store.check([OVER]) or not self._ending.acquire(blocking=False):
+        over = self._read(store, OVER)
+        if over is None or not self._ending.acquire(blocking=False):
             return
         code = CRASH
         with contextlib.suppress(dist.DistError):  # The rank that had the store has left.
-            code = self._code_beside_teller(store, int(store.get(OVER)))
+            code = self._code_beside_teller(store, int(over))
             store.add(LEFT, 1)
         leave(code)
 
-    @staticmethod
-    def _announce(store: dist.Store, key: str, value: str) -> None:
-        store.set(key, value)
+    def _announce(self, store: dist.Store, key: str, value: str) -> None:
+        """Set a key for the other ranks, signed, and let them know."""
+        store.set(key, f"{self.rank} {self._secret} {value}")
         store.add(NEWS, 1)
+
+    def _read(self, store: dist.Store, key: str) -> str | None:
+        """Return what a rank has announced; None: nothing, or it was somebody else.
+
+        The store listens on all interfaces, and takes whatever anybody writes there.
+        """
+        if not store.check([key]):
+            return None
+        announced = store.get(key).decode(errors="replace")
+        for rank, secret in enumerate(self._secrets):
+            signature = f"{rank} {secret} "
+            if announced.startswith(signature):
+                return announced.removeprefix(signature)
+        return None
 
 
 def _ignore(number: int, frame: object) -> None:
