@@ -122,7 +122,7 @@ def test_tests_that_run_alone_have_their_names():
 
 def make_runner(folder: Path, stages: list[Stage], **changes) -> Runner:
     args = {"minutes": 5.0, "only": [], "serial": False, "small": False, "out": folder / "out"}
-    args |= {"list": False, "spent": 0.0}
+    args |= {"list_stages": False, "spent": 0.0}
     (folder / "work").mkdir()
     return Runner(Arguments(**(args | changes)), folder / "work", stages)
 

@@ -64,7 +64,7 @@ class Arguments:
     serial: bool
     small: bool
     out: Path
-    list: bool
+    list_stages: bool
     spent: float
 
 
@@ -79,7 +79,9 @@ def parse() -> Arguments:
     parser.add_argument("--serial", action="store_true", help="one stage at a time")
     parser.add_argument("--small", action="store_true", default=small, help="tiny shapes")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "runs/gpu_run"))
-    parser.add_argument("--list", action="store_true", help="print the stages and their waves")
+    parser.add_argument(
+        "--list", dest="list_stages", action="store_true", help="print the stages and their waves"
+    )
     parser.add_argument(
         "--spent", type=float, default=0.0, help="seconds of the minutes that are gone already"
     )
@@ -540,7 +542,7 @@ def kill_session(process: subprocess.Popen) -> None:
 
 def main() -> None:
     args = parse()
-    if args.list:
+    if args.list_stages:
         for stage in all_stages(Path("."), args.small):
             print(stage.wave, stage.name, stage.limit)
         return
