@@ -12,9 +12,11 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
 
     cli.run(EvaluateConfig, "minirl.evaluate:main")
 
+import dataclasses
 import json
 from pathlib import Path
 
+from minirl.config.lengths import eval_extra_tokens
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
@@ -25,7 +27,7 @@ from minirl.data.vision import read_vision, sampling_stops
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.errors import require
-from minirl.evaluation import evaluate
+from minirl.evaluation import eval_sampling, evaluate
 from minirl.inputs import ModelFiles, check_tokens, choose_dtype, find_other_model
 from minirl.model import build, families
 from minirl.model.weight_files import open_weights
@@ -35,7 +37,7 @@ from minirl.policy import Policy
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
-from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.user_code import limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, PromptChecks
@@ -69,8 +71,9 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
 
     # 2. Load the models.
     dtype = choose_dtype(cfg.engine.dtype, "engine.dtype", mesh)
+    max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
     engine = RolloutEngine(
-        cfg.engine,
+        dataclasses.replace(cfg.engine, max_model_len=max_model_len),
         folder,
         mesh,
         dtype=dtype,
@@ -88,13 +91,13 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             Policy(PolicyConfig(dtype=dtype), scorer, mesh, trainable=False, score=True),
             stop_ids,
             tokenizer.eos_token_id,
-            max(16384, cfg.engine.max_model_len + 1),
+            max(16384, max_model_len + 1),
             weight=cfg.reward.model_weight,
         )
 
     # 3. Sample, score, write.
     mesh.watch.phase = lambda: "evaluate"
-    sampling = _sampling(cfg, sampling_stops(stop_ids, vision))
+    sampling = eval_sampling(cfg, sampling_stops(stop_ids, vision))
     result = evaluate(sampler, prompts, cfg.eval, sampling, reward_model)
     assert result, "only training is interrupted"
     if mesh.rank == 0:
@@ -136,7 +139,10 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
         config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type
     )
     families.check_positions(
-        config, f"model = {folder}", "engine.max_model_len", cfg.engine.max_model_len
+        config,
+        f"model = {folder}",
+        "engine.max_model_len",
+        cfg.engine.max_model_len + eval_extra_tokens(cfg),
     )
     open_weights(folder)  # damaged files are refused before the engine meets them
     with limited_template(cfg, f"model = {cfg.model}", mesh.watch):
@@ -144,14 +150,3 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     check_tokens(tokenizer, folder, config, f"model = {folder}")
     vision = read_vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)
-
-
-def _sampling(cfg: EvaluateConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-    return Sampling(
-        max_tokens=cfg.rollout.max_tokens,
-        stop_token_ids=stop_token_ids,
-        temperature=cfg.eval.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        min_p=cfg.rollout.min_p,
-    )

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minirl.config.shared import EvalConfig
+from minirl.config.lengths import eval_extra_tokens
+from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
 from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
@@ -122,6 +123,21 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
     means["longest_answer"] = gathered["answer_tokens"][-1]
     means["reward_deviation/all"] = _deviation(gathered["shaped_reward"])
     return means
+
+
+def eval_sampling(cfg: SamplingConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Return how an evaluation samples: by `eval`, and where that leaves it open, by `rollout`."""
+    extra = eval_extra_tokens(cfg)
+    return Sampling(
+        max_tokens=cfg.eval.max_tokens or cfg.rollout.max_tokens,
+        stop_token_ids=stop_token_ids,
+        temperature=cfg.eval.temperature,
+        top_p=cfg.rollout.top_p if cfg.eval.top_p is None else cfg.eval.top_p,
+        top_k=cfg.rollout.top_k if cfg.eval.top_k is None else cfg.eval.top_k,
+        min_p=cfg.rollout.min_p,
+        episode_tokens=cfg.env.max_tokens + extra,
+        context_tokens=cfg.engine.max_model_len + extra,
+    )
 
 
 def _require_answers(sampler: Sampler, num_prompts: int, num_answers: int) -> None:

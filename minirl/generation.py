@@ -1,9 +1,11 @@
 """The engine of a training run, with what gives it weights and work."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 from minirl.checkpoint import Saver, load_rollouts
+from minirl.config.lengths import eval_extra_tokens
 from minirl.config.rl import RLConfig
 from minirl.data.vision import sampling_stops
 from minirl.envs.base import Agent
@@ -34,8 +36,9 @@ class Generation:
         # vLLM asks for its share of the device to be free when it starts. So the policy sleeps
         # meanwhile, and wakes when the engine does not need its memory any more.
         policy.sleeper.sleep()
+        max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
         self.engine = RolloutEngine(
-            cfg.engine,
+            dataclasses.replace(cfg.engine, max_model_len=max_model_len),
             inputs.folder,
             policy.mesh,
             dtype=dtype,
@@ -67,6 +70,7 @@ class Generation:
             max_tokens=cfg.rollout.max_tokens,
             stop_token_ids=sampling_stops(inputs.stop_ids, inputs.prompts.vision),
             temperature=cfg.rollout.temperature,
+            context_tokens=cfg.engine.max_model_len,
         )
 
     def awake(self) -> contextlib.AbstractContextManager[None]:

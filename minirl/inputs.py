@@ -14,6 +14,7 @@ from minirl import own_methods
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import finished
+from minirl.config.lengths import eval_extra_tokens
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
@@ -94,7 +95,7 @@ class Inputs:
                 self.rewards.check_supported()
 
             # Models. The rewards of dumped rollouts have the scores of a reward model in them.
-            max_len = cfg.engine.max_model_len
+            max_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
             files = find_model(cfg, max_len, mesh.watch, engine_on=mesh.device.type)
             find = partial(find_other_model, policy=files.config, parallel=cfg.parallel)
             self.folder = files.folder
@@ -326,7 +327,8 @@ def find_model(
         families.check_supported(
             config, where, engine.tensor_parallel_size, engine.max_model_len, engine_on
         )
-        families.check_positions(config, where, "engine.max_model_len", engine.max_model_len)
+        longest = engine.max_model_len + eval_extra_tokens(cfg)
+        families.check_positions(config, where, "engine.max_model_len", longest)
     else:
         families.check_supported(config, where)
     _check_mesh(config, cfg.parallel)

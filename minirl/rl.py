@@ -27,7 +27,7 @@ from minirl.data.curriculum import Curriculum
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
 from minirl.dump import Dump
-from minirl.evaluation import NUM_SHOWN, evaluate, means_of_step
+from minirl.evaluation import NUM_SHOWN, eval_sampling, evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.health import Health
 from minirl.inputs import Inputs
@@ -120,6 +120,8 @@ class Trainer(Program):
             if is_refresh:
                 self.export_reference(step)
             trajectories = self.collect(step)  # refit the engine, sample, score
+            if self.run.has_reached_goal:
+                break
             if trajectories is None:  # a signal has interrupted it
                 in_rollout = self.generation and self.generation.sampler.is_interrupted
                 self.run.stop(step, is_interrupted=bool(in_rollout))
@@ -148,7 +150,8 @@ class Trainer(Program):
         If an evaluation is due, it comes first, while the engine is awake anyway. A ticket is the
         number of a prompt in the run. A signal that asks to stop interrupts an evaluation, and with
         rollout.ahead the rollout, too: then this returns None, and the sampler has the episodes as
-        they are. Raises UserError if no rank has an episode to train on.
+        they are. So it does if the evaluation has reached `stop_at`. Raises UserError if no rank
+        has an episode to train on.
         """
         cfg = self.cfg
         generation = self.generation
@@ -161,6 +164,8 @@ class Trainer(Program):
         with generation.awake():
             is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
             if is_due and not self.evaluate(generation, step, "before_rl" if step == 0 else None):
+                return None
+            if self.run.has_reached_goal:
                 return None
             with self.timer.phase("rollout"):
                 if self.curriculum:
@@ -337,7 +342,7 @@ class Trainer(Program):
         Returns False if a signal has interrupted it.
         """
         cfg = self.cfg.eval
-        sampling = dataclasses.replace(generation.sampling, temperature=cfg.temperature)
+        sampling = eval_sampling(self.cfg, generation.sampling.stop_token_ids)
         with self.timer.phase("evaluate"):
             result = evaluate(
                 generation.sampler,
@@ -350,6 +355,8 @@ class Trainer(Program):
         if result:
             shown = ("accuracy", "reward")
             self.run.record_evaluation(step, result["scores"], shown, name, result)
+            if self.run.has_reached_goal:
+                self.progress.evaluations["after_rl"] = result
         return bool(result)
 
     def warm_start(self) -> bool:
@@ -419,12 +426,13 @@ class Trainer(Program):
     def finish(self) -> None:
         """Evaluate for the last time, export, write the summary. Collective."""
         self.run.export_result()  # written while the model is evaluated
-        if self.generation:
+        if self.generation and not self.run.has_reached_goal:
             with self.generation.awake():
                 has_evaluated = self.evaluate(self.generation, self.num_steps, "after_rl")
             if not has_evaluated:
                 self.run.stop(self.num_steps)
                 return
+        if self.generation:
             # What goes on in a later step is lost, now that none follows.
             unfinished = self.generation.sampler.num_unfinished_tokens()
             self.progress.add({}, discarded=unfinished)

@@ -124,6 +124,8 @@ class SupervisedTrainer(Program):
         for step in range(run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before" if step == 0 else None)
+                if run.has_reached_goal:
+                    break
             with self.timer.phase("prepare"):
                 first = step * cfg.batch_size
                 examples = self.rows.examples(range(first, first + cfg.batch_size))
@@ -148,7 +150,8 @@ class SupervisedTrainer(Program):
                 run.stop(step + 1)
                 return
         run.export_result()  # written while the model is evaluated
-        self.evaluate(self.num_steps, "after")
+        if not run.has_reached_goal:
+            self.evaluate(self.num_steps, "after")
 
         # Write the summary with the scores before and after.
         titled = {}
@@ -173,6 +176,8 @@ class SupervisedTrainer(Program):
             measured = self.policy.measure(self.make_batches(examples.here), self.make_loss())
             scores = self.make_scores(measured)
         self.run.record_evaluation(step, scores, scores, name, scores)
+        if self.run.has_reached_goal:
+            self.run.progress.evaluations["after"] = scores
 
     # What other programs put in its place.
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from minirl import checkpoint, report, results, throughput
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.exporting import export_adapter
+from minirl.checkpoint.state import LOWER_IS_BETTER
 from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
+from minirl.errors import require
 from minirl.files import remove, write_whole
 from minirl.inputs import choose_dtype
 from minirl.log import Log, Timer, say, truncate
@@ -78,6 +80,8 @@ class TrainingRun:
         self.utilisation.add(policy.folder, score=policy.score)
         self.mark = time.perf_counter()  # When the last step was reported.
         self.is_stopping = False  # A signal asks to save after this step, and to leave.
+        self.num_steps = 0  # Of the whole run; 0 before `begin`.
+        self.has_reached_goal = False  # An evaluation has reached `stop_at`: no step follows.
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
         mesh.watch.finish_writing = self._finish_writing
         self.exporter = checkpoint.Exporter(mesh)
@@ -131,6 +135,7 @@ class TrainingRun:
 
     def begin(self, name: str, num_steps: int) -> None:
         """Begin the steps of training: `num_steps` in the whole run, `name` on the progress bar."""
+        self.num_steps = num_steps
         self.log.progress(name, num_steps, self.first_step)
         self.progress.add(self.timer.take())
         self.mark = time.perf_counter()
@@ -206,7 +211,8 @@ class TrainingRun:
     ) -> None:
         """Log held-out scores; they may make the checkpoint of that step the best one.
 
-        Summary, curves and answers are written anew.
+        Summary, curves and answers are written anew. Scores that reach `stop_at` before the last
+        step set `has_reached_goal`.
 
         Args:
             step: the weights are those after so many steps.
@@ -214,6 +220,9 @@ class TrainingRun:
             highlights: scores to print on the console.
             name: keep `result` for the summary under this name; None: do not keep it.
             result: of the evaluation; `answers` in it are shown.
+
+        Raises:
+            UserError: `stop_at` names no score of this evaluation.
         """
         self.log.scalars("eval", step, scores)
         if self.cfg.checkpoint.best_metric:
@@ -221,6 +230,10 @@ class TrainingRun:
                 self.saver.score(step, scores)
         printed = ", ".join(f"{score} {scores[score]:.4g}" for score in highlights)
         self.log.say(f"step {step}: held-out {printed}")
+        if 0 <= step < self.num_steps and self._reaches_goal(scores):
+            self.has_reached_goal = True
+            goal = ", ".join(f"{metric} {value:g}" for metric, value in self.cfg.stop_at.items())
+            self.log.say(f"step {step}: stop_at = {goal} is reached, so that training ends here")
         if name:
             self.progress.evaluations[name] = result
         answers = result.get("answers", [])
@@ -234,6 +247,19 @@ class TrainingRun:
             self.results.held_out = scores
             self.results.write(results.RUNNING, "", self._summary(step))
             self.results.draw()
+
+    def _reaches_goal(self, scores: Metrics) -> bool:
+        """Return whether scores are those that `stop_at` waits for; no if it names none."""
+        reached = []
+        for metric, value in self.cfg.stop_at.items():
+            require(
+                metric in scores,
+                f"stop_at = {self.cfg.stop_at}: an evaluation has no score {metric!r}; it has "
+                f"{', '.join(scores)}",
+            )
+            sign = -1 if metric in LOWER_IS_BETTER else 1
+            reached.append(sign * scores[metric] >= sign * value)
+        return bool(reached) and all(reached)
 
     def _summary(self, num_steps: int) -> dict:
         """Return what summary.json says of a run that goes on, after so many finished steps."""

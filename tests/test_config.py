@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from minirl.config.lengths import eval_extra_tokens
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EvaluateConfig, ExportConfig, SamplingConfig
+from minirl.config.shared import EvalConfig, EvaluateConfig, ExportConfig, SamplingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.config.validate import (
     resolve_lengths,
@@ -20,6 +21,7 @@ from minirl.config.validate import (
     validate_supervised,
 )
 from minirl.errors import UserError
+from minirl.evaluation import eval_sampling
 
 
 def check_rl(cfg, world_size):
@@ -579,6 +581,12 @@ IMPOSSIBLE = [
         {"checkpoint__best_metric": "reward", "checkpoint__every": 15},
         "checkpoint.every = 15 is no multiple of eval.every = 10",
     ),
+    (
+        {"stop_at": {"acuracy": 0.9}},
+        "'acuracy' is no held-out score; use one of accuracy, reward, pass@1",
+    ),
+    ({"stop_at": {"accuracy": 0.9}, "eval__every": 0}, "needs evaluations during training, and"),
+    ({"stop_at": {"accuracy": float("nan")}}, "stop_at"),
     ({"sft__num_steps": -1}, "sft.num_steps = -1 should be greater than or equal to 0"),
     ({"sft__batch_size": 0}, "sft.batch_size = 0 should be greater than 0"),
     ({"sft__lr": -1.0}, "sft.lr = -1.0 should be greater than or equal to 0"),
@@ -607,6 +615,37 @@ def test_impossible_settings_are_refused_with_the_arithmetic(settings, message):
             fill_config(RLConfig, dataclasses.asdict(changed(RLConfig, **settings))), world_size=2
         )
     assert message in str(error.value)
+
+
+def test_an_evaluation_samples_as_eval_says_and_else_as_rollout():
+    cfg = RLConfig()
+    resolve_lengths(cfg)
+    assert eval_extra_tokens(cfg) == 0
+    plain = eval_sampling(cfg, (2,))
+    assert (plain.max_tokens, plain.top_p, plain.top_k) == (256, 1.0, -1)
+    assert (plain.episode_tokens, plain.context_tokens) == (256, 512)
+
+    cfg = RLConfig()
+    cfg.data.train = "a.jsonl"
+    cfg.policy.model = "scratch"
+    cfg.env.max_turns = 3
+    cfg.eval = EvalConfig(top_p=0.7, top_k=20, max_tokens=1000, temperature=0.6)
+    resolve_lengths(cfg)
+    longer = eval_sampling(cfg, (2,))
+    assert (longer.max_tokens, longer.top_p, longer.top_k) == (1000, 0.7, 20)
+    assert (longer.temperature, longer.min_p) == (0.6, 0.0)
+    assert (longer.episode_tokens, longer.context_tokens) == (3 * 1000, 256 + 3 * 1000)
+    assert cfg.engine.max_model_len == 256 + 3 * 256  # of training, as before
+    check_rl(cfg, 1)
+
+    cfg = EvaluateConfig()
+    cfg.rollout.top_p = 0.9
+    cfg.rollout.max_tokens = 2000
+    cfg.eval.max_tokens = 500
+    resolve_lengths(cfg)
+    shorter = eval_sampling(cfg, (2,))
+    assert (shorter.max_tokens, shorter.top_p) == (500, 0.9)
+    assert eval_extra_tokens(cfg) == 0
 
 
 def test_sampling_may_be_truncated_where_nothing_is_trained():

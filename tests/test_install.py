@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from minirl import lifecycle
+from minirl.config.parse import load_config, parse_flags
+from minirl.config.rl import RLConfig
 from programs import ROOT
 
 if os.path.exists("/dev/nvidia0"):
@@ -160,6 +162,55 @@ def test_ci_installs_a_browser_where_there_is_none(tmp_path, browser):
     assert called[-2:] == ["check.sh  CI=true", "test.sh  CI=true"]
     installs = [line for line in called[:-2] if line.endswith("chromium CI=true")]
     assert len(called) == (2 if browser else 4) and len(installs) == (0 if browser else 1)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """What a wheel of this repository installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("minirl", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    flags = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "out", "."]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *flags], cwd=folder, check=True)
+    (built,) = (folder / "out").glob("minirl-*.whl")
+    shutil.unpack_archive(built, folder / "site", "zip")
+    return folder / "site"
+
+
+@pytest.mark.parametrize("name", ["configs/quickstart_rl.yaml", "quickstart_rl"])
+def test_recipes_of_a_wheel_are_found_by_name_from_any_folder(wheel, tmp_path, name):
+    installed = {path.name for path in (wheel / "minirl" / "recipes").iterdir()}
+    assert installed == {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    code = (
+        "from minirl.config import parse, rl\n"
+        f"cfg = parse.parse_flags(rl.RLConfig, ['--config', {name!r}, '--seed', '5'])\n"
+        "print(parse.__file__, cfg.seed, cfg.output)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stdout.split() == [
+        str(wheel / "minirl" / "config" / "parse.py"),
+        "5",
+        load_config(RLConfig, str(ROOT / "configs" / "quickstart_rl.yaml")).output,
+    ], ended.stderr
+
+
+def test_a_recipe_of_a_clone_is_found_from_any_folder_behind_a_file_of_that_name(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    asked = ["--config", "configs/quickstart_rl.yaml"]
+    assert parse_flags(RLConfig, asked) == load_config(RLConfig, str(ROOT / asked[1]))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / asked[1]).write_text("seed: 77\n")
+    assert parse_flags(RLConfig, asked).seed == 77
 
 
 def test_a_program_says_that_the_gpu_is_not_used(folder, monkeypatch):

@@ -414,6 +414,50 @@ def test_evaluate_the_exported_model(run, data, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# evaluations of their own, and the end that one makes
+
+
+def own_evaluation(data: Path, output: Path) -> list:
+    """Short answers in training, to which the budget of a micro-batch is cut."""
+    return [
+        *flags(data, output),
+        *("--policy.model", "scratch", "--sft.num-steps", 0, "--checkpoint.best-metric", ""),
+        *("--data.max-prompt-tokens", 16, "--tokens-per-rank", 24, "--reward.function"),
+        *(f"{data / 'reward.py'}:vowels", "--rollout.prompts-per-step", 4, "--eval.threshold", 0),
+        *("--rollout.max-tokens", 4, "--eval.max-tokens", 12, "--eval.every", 2),
+        *("--num-steps", 6, "--checkpoint.every", 2),
+    ]
+
+
+def test_a_run_ends_where_an_evaluation_reaches_stop_at(data, tmp_path):
+    """Every answer counts as correct, so that `accuracy` is reached at once."""
+    given = own_evaluation(data, tmp_path / "r")
+    ended = fork("minirl.rl", [*given, "--stop-at", "accuracy", 1], tmp_path / "log", 200)
+    assert ended.code == 0, ended.err
+    said = [line for line in ended.err.splitlines() if "stop_at" in line]
+    assert len(said) == 1 and "step 0: stop_at = accuracy 1 is reached, so that" in said[0]
+    stopped = Run(tmp_path / "r", given, ended)
+    assert [row["step"] for row in stopped.rows("eval")] == [0] and stopped.rows("rl") == []
+    summary = stopped.summary()
+    assert summary["state"] == "finished"
+    assert summary["accuracy_after_rl"] == summary["accuracy_before_rl"] == 1
+    assert (tmp_path / "r" / "model" / "config.json").exists()
+
+
+def test_evaluation_has_longer_answers_than_training(data, tmp_path):
+    """Prompts are cut to their end, too."""
+    given = own_evaluation(data, tmp_path / "r")
+    given += ["--data.max-prompt-tokens", 4, "--data.too-long", "truncate_left"]
+    given += ["--num-steps", 1, "--stop-at", "accuracy", 1, "reward", 9]
+    ended = fork("minirl.rl", given, tmp_path / "log", 200)
+    assert ended.code == 0, ended.err
+    run = Run(tmp_path / "r", given, ended)
+    assert [row["longest_answer"] for row in run.rows("rl")] == [4]
+    assert all(4 < row["answer_tokens"] <= 12 for row in run.rows("eval"))
+    assert [row["step"] for row in run.rows("eval")] == [0, 1]
+
+
+# --------------------------------------------------------------------------------------------------
 # the other switches
 
 

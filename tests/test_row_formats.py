@@ -21,7 +21,7 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout.conversation import Conversation
+from minirl.rollout.conversation import Completion, Conversation
 from minirl.row_checks import marks_for_template, require_shown
 from programs import ROOT, fork
 
@@ -123,6 +123,29 @@ def test_a_row_is_the_text_that_it_should_be(tmp_path, name):
         later = Conversation(tokenizer, None, made).continue_with_messages(turns)
         mark = "!" if name == "kwargs" else ""
         assert later.text == f"{before}x<|end|><|user|>why?{mark}<|end|><|assistant|>"
+
+
+def test_a_prompt_that_is_too_long_keeps_its_end(tmp_path):
+    """And the chat goes on from it, token by token."""
+    cfg = DataConfig(max_prompt_tokens=9, too_long="truncate_left")
+    tokenizer = tokenizer_of()
+    source = written(tmp_path / "a.jsonl", copies("conversational"))
+    prompts = Prompts(open_prompts(source, "data.train", cfg, ALONE), tokenizer, cfg, seed=0)
+    assert prompts.check_lengths(ALONE, 1) == 0 and len(prompts.rows) == 12
+    whole = prompts.encode(prompts.rows[0])
+    chat_so_far = prompts.messages(prompts.rows[0])
+    conversation = Conversation(tokenizer, cut_to=prompts.cut_to)
+    segment = conversation.continue_with_messages(chat_so_far)
+    assert len(whole) > 9 and segment.tokens == whole[-9:]
+
+    answer = chat.encode(tokenizer, "x<|end|>")
+    said = Completion(answer, [0.0] * len(answer), True, [0] * len(answer))
+    text = segment.append_completion(said, tokenizer)
+    chat_so_far += [{"role": "assistant", "content": text}, {"role": "user", "content": "why?"}]
+    assert conversation.continue_with_messages(chat_so_far) is segment
+    later = chat.encode(tokenizer, chat.render(tokenizer, chat_so_far))
+    assert segment.tokens == later[len(whole) - 9 :]
+    assert len(conversation.segments) == 1
 
 
 # --------------------------------------------------------------------------------------------------

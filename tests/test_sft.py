@@ -770,6 +770,33 @@ def test_every_mesh_trains_alike(tmp_path, world, parallel):
     )
 
 
+def test_a_run_ends_where_its_held_out_loss_reaches_stop_at(tmp_path):
+    """It is the first steps of the run without, and ends again at once when it is resumed."""
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    source = written(tmp_path / "a.jsonl", conversations(30))
+    float64 = ("--policy.dtype", "float64", "--checkpoint.every", 2)
+    ranks(1, train, flags(folder, source, tmp_path / "whole", *float64))
+    whole = rows_of(tmp_path / "whole", "eval")
+    assert [row["step"] for row in whole] == [0, 2, 4, 6]
+    goal = max(whole[2]["loss"], whole[3]["loss"])
+    assert whole[1]["loss"] > goal
+    reached = 4 if whole[2]["loss"] <= goal else 6
+
+    run = tmp_path / "run"
+    stops = flags(folder, source, run, *float64, "--stop-at", "loss", goal)
+    for resume in ([], ["--resume"]):
+        ranks(1, train, [*stops, *resume])
+        assert rows_of(run, "eval") == whole[: reached // 2 + 1]
+        assert rows_of(run, "train") == rows_of(tmp_path / "whole", "train")[:reached]
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["state"] == "finished" and summary["loss_after"] == goal
+        assert (run / "model" / "config.json").exists()
+        assert (run / "checkpoints" / f"step-{reached}").exists()
+
+    with pytest.raises(RankFailed, match="an evaluation has no score 'source/a/x'; it has loss"):
+        ranks(1, train, flags(folder, source, tmp_path / "x", "--stop-at", "source/a/x", 1))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 def test_resumed_run_is_the_uninterrupted_run(tmp_path):
     """Two ranks, first under torchrun. The second run finds the first one's folder as it was when

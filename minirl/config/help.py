@@ -18,6 +18,7 @@ COMMON = {
     "output": "folder of the run",
     "num_steps": "steps of training",
     "num_epochs": "passes over the training rows",
+    "stop_at": "held-out scores that end the run early",
     "batch_size": "rows of an optimizer step",
     "resume": "go on from the newest checkpoint in `output`",
     "seed": "of everything that is drawn at random",
@@ -144,8 +145,8 @@ def _head(cls: type, program: str, settings: Iterable[Setting]) -> list[str]:
     if not words:
         about += [
             "",
-            "--config FILE reads settings from a YAML file; flags win over it.",
-            "A switch is on by its name (or true behind it), and off by `no-` in it (or false).",
+            "--config FILE reads settings from a YAML file; flags win over it. "
+            "A switch takes true or false, too.",
         ]
     return about
 

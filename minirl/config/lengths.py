@@ -1,8 +1,14 @@
-"""Refuse settings of how long a run and its phases are that cannot be true together."""
+"""How long a run, its phases and its episodes are; settings that cannot be true together."""
 
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
+from minirl.config.shared import SamplingConfig
 from minirl.errors import require
+
+
+def eval_extra_tokens(cfg: SamplingConfig) -> int:
+    """Return how many tokens an episode of evaluation may have more than one of training."""
+    return cfg.env.max_turns * max(0, cfg.eval.max_tokens - cfg.rollout.max_tokens)
 
 
 def validate_schedule(cfg: PolicyConfig, section: str) -> None:

@@ -21,7 +21,11 @@ import pydantic
 from minirl.config.describe import settings_of
 from minirl.config.yaml_text import parse_yaml, to_yaml
 from minirl.errors import DONE, UserError, require
-from minirl.reading import read_text, why_no_text
+from minirl.reading import is_file, read_text, why_no_text
+
+# Where the recipes are: in an installed wheel, and in a clone.
+PACKAGE = Path(__file__).parent.parent
+RECIPES = (PACKAGE / "recipes", PACKAGE.parent / "configs")
 
 # More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
 MOST_VALUES = 10_000
@@ -58,7 +62,7 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     known, flags = own_flags.parse_known_args(argv)
     files = known.config
     require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")
-    values = load_config(cls, files[0]) if files else None
+    values = load_config(cls, find_recipe(files[0])) if files else None
     if known.help or known.help_all:
         _print_help(cls, values, everything=known.help_all)
     flags = _without_booleans(cls, flags)
@@ -182,6 +186,21 @@ def _from_mapping(values: dict[str, Any]) -> list[str]:
     for name, value in values.items():
         words += [name, json.dumps(value, ensure_ascii=False)]
     return words
+
+
+def find_recipe(path: str) -> str:
+    """Return the path of a recipe of minirl that is asked for by name, from any folder.
+
+    A file of that path counts first. `quickstart_rl`, `quickstart_rl.yaml` and
+    `configs/quickstart_rl.yaml` are the same recipe.
+    """
+    folder, name = os.path.split(path)
+    if path and not is_file(path) and folder in ("", "configs"):
+        for recipes in RECIPES:
+            recipe = recipes / (name if name.endswith(".yaml") else f"{name}.yaml")
+            if is_file(recipe):
+                return str(recipe)
+    return path
 
 
 def load_config(cls: type, path: str, section: str = "") -> Any:

@@ -112,8 +112,9 @@ class DataConfig(RowsConfig):
     source_key: str = "data_source"
     max_prompt_tokens: PositiveInt = 256  # Longest prompt, with its chat template.
     #: What to do with longer prompts. error: end with a message that names one. drop: leave them
-    #: out and count them.
-    too_long: Literal["error", "drop"] = "error"
+    #: out and count them. truncate_left: keep their last max_prompt_tokens tokens; prompts with
+    #: images end the program all the same.
+    too_long: Literal["error", "drop", "truncate_left"] = "error"
 
 
 @dataclass(kw_only=True)
@@ -273,6 +274,14 @@ class EvalConfig:
     every: NonNegativeInt = 10  # RL steps between evaluations; 0: only before and after.
     samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
     temperature: NonNegative = 1.0  # Of sampling; 0: the likeliest token.
+    #: As rollout.top_p and rollout.top_k, which RL cannot train with, for evaluation alone. None:
+    #: those of `rollout`.
+    top_p: PositiveShare | None = None
+    top_k: TopK | None = None  # As top_p.
+    #: Longest answer in evaluation. Where it is above rollout.max_tokens, episodes (env.max_tokens)
+    #: and contexts (engine.max_model_len) of evaluation are longer by as much for each turn. 0:
+    #: rollout.max_tokens.
+    max_tokens: NonNegativeInt = 0
     threshold: Finite = 1.0  # A reward of at least this counts as correct.
 
 
@@ -328,6 +337,9 @@ class TrainingConfig(ProgramConfig):
     resume: bool = False
     num_steps: NonNegativeInt = 0
     """Steps of training."""
+    #: Held-out scores and values: accuracy 0.9. An evaluation of training that reaches all of them
+    #: (a loss or perplexity: from above) is the last, and the run ends as after its last step.
+    stop_at: dict[str, Finite] = field(default_factory=dict)
     tokens_per_rank: PositiveInt = 16384  # Token budget of a micro-batch on a rank.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

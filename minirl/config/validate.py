@@ -9,7 +9,7 @@ import copy
 
 from minirl.config.adapters import validate_lora
 from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
-from minirl.config.lengths import validate_length, validate_schedule
+from minirl.config.lengths import eval_extra_tokens, validate_length, validate_schedule
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, TrainingConfig
@@ -297,6 +297,19 @@ def _training(
         f"checkpoint.best_metric = {metric!r} is no held-out score; use one of {', '.join(scores)}",
     )
 
+    for score in cfg.stop_at:
+        # Names with a slash are of sources, functions and environments, which are found later.
+        require(
+            score in scores or "/" in score,
+            f"stop_at = {cfg.stop_at}: {score!r} is no held-out score; use one of "
+            f"{', '.join(scores)}, or source/NAME/accuracy",
+        )
+    require(
+        not cfg.stop_at or cfg.eval.every > 0,
+        f"stop_at = {cfg.stop_at} needs evaluations during training, and eval.every = 0; set it to "
+        "1 or more",
+    )
+
     every = cfg.checkpoint.every
     eval_every = cfg.eval.every
     require(
@@ -314,7 +327,7 @@ def _reward(cfg: RLConfig) -> None:
         _budget(
             cfg,
             "engine.max_model_len + 1, for the end that reward.model reads,",
-            cfg.engine.max_model_len + 1,
+            cfg.engine.max_model_len + eval_extra_tokens(cfg) + 1,
         )
 
     overlong = cfg.reward.overlong_tokens
@@ -380,11 +393,12 @@ def _rollout(cfg: RLConfig) -> None:
         f"and replay = {rollout.replay!r} do not allow; unset one or the other",
     )
 
-    needs_engine = cfg.sft.num_steps or rollout.ahead or rollout.dump or cfg.checkpoint.best_metric
+    by_engine = (cfg.sft.num_steps, rollout.ahead, rollout.dump)
+    by_evaluation = (cfg.checkpoint.best_metric, cfg.stop_at)
     require(
-        not rollout.replay or not needs_engine,
+        not rollout.replay or not any(by_engine + by_evaluation),
         f"rollout.replay = {rollout.replay} runs no engine, so sft.num_steps, rollout.ahead, "
-        "rollout.dump and checkpoint.best_metric have no effect; unset them",
+        "rollout.dump, checkpoint.best_metric and stop_at have no effect; unset them",
     )
 
 

@@ -118,6 +118,11 @@ class Prompts:
         self.vision = vision
         self.order = make_order(rows, seed=seed, shuffle=shuffle)
 
+    @property
+    def cut_to(self) -> int:
+        """Return how many of its last tokens a longer prompt keeps; 0: it is not cut."""
+        return self.cfg.max_prompt_tokens if self.cfg.too_long == "truncate_left" else 0
+
     def row(self, ticket: int) -> dict:
         """Return the row of a ticket."""
         return self.rows[self.order[ticket]]
@@ -142,8 +147,9 @@ class Prompts:
     def check_lengths(self, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:
         """Encode prompts that may be too long, and drop those longer than data.max_prompt_tokens.
 
-        Each rank encodes its share of them. Collective. With data.too_long = error it suffices to
-        look at the rows that will be used.
+        With data.too_long = truncate_left they are cut when they are used; one with images cannot
+        be. Each rank encodes its share of them. Collective. With data.too_long = error it suffices
+        to look at the rows that will be used.
 
         Args:
             mesh: the ranks.
@@ -157,6 +163,8 @@ class Prompts:
         Raises:
             UserError: a prompt is too long and data.too_long = error, or all prompts are too long.
         """
+        if self.cut_to and not self.vision:
+            return 0
         rows = self.rows
         assert isinstance(rows, Rows)
         limit = self.cfg.max_prompt_tokens
@@ -171,7 +179,7 @@ class Prompts:
             for number in numbers[mesh.rank :: mesh.world_size].tolist():
                 with errors_at(rows.place(number)):
                     num_tokens = len(self.encode(rows[number]))
-                    if num_tokens > limit:
+                    if num_tokens > limit and not self._is_cut(rows[number]):
                         self._refuse(rows[number], num_tokens)
                         too_long.append(number)
         dropped = mesh.gather_array(np.array(too_long, np.int64))
@@ -186,9 +194,13 @@ class Prompts:
             self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
         return len(dropped)
 
+    def _is_cut(self, row: dict) -> bool:
+        """Return whether a prompt that is too long is cut."""
+        return bool(self.cut_to) and not images.of_chat(self.messages(row))
+
     def _refuse(self, row: dict, num_tokens: int) -> None:
         """Raise UserError for a prompt that is too long, unless it may be dropped."""
-        if self.cfg.too_long == "error":
+        if self.cfg.too_long != "drop":
             raise UserError(
                 f"a prompt has {num_tokens} tokens, more than data.max_prompt_tokens = "
                 f"{self.cfg.max_prompt_tokens}; raise it (and engine.max_model_len) or set "

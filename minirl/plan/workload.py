@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from minirl.algo import advantages
+from minirl.config.lengths import eval_extra_tokens
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
@@ -110,6 +111,10 @@ def rl_workload(
         algo.num_updates > 1 or algo.entropy_share > 0 or advantages.need_old_logprobs(algo)
     )
     of_update = math.ceil(num_sequences / algo.updates_per_step)
+    engine = None
+    if not cfg.rollout.replay:
+        max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
+        engine = dataclasses.replace(cfg.engine, max_model_len=max_model_len)
     return Workload(
         cfg=cfg,
         world_size=world_size,
@@ -119,7 +124,7 @@ def rl_workload(
         num_updates=algo.num_updates,
         num_annotations=own_logprobs + (has_reference and is_base),
         num_sequences=num_sequences,
-        engine=None if cfg.rollout.replay else cfg.engine,
+        engine=engine,
         answer=answer,
         bucket_bytes=cfg.refit.bucket_mb * 2**20,
     )

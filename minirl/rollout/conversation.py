@@ -204,7 +204,17 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         vision: Vision | None = None,
         row: dict | None = None,
+        cut_to: int = 0,
     ):
+        """Begin without a token.
+
+        Args:
+            tokenizer: the model's.
+            vision: how the model reads images; None: it reads none.
+            row: has what the template gets beside messages.
+            cut_to: of a longer first prompt only so many of its last tokens are kept; 0: all.
+        """
+        self.cut_to = cut_to
         self.tokenizer = tokenizer
         self.vision = vision
         self.render = chat.renderer(tokenizer, row or {})
@@ -220,7 +230,11 @@ class Conversation:
             UserError: The template refuses the chat, or its images do not fit.
         """
         text = self.render(messages)
-        return self.append_prompt(self.tokenize_prompt(text, images.of_chat(messages)))
+        prompt = self.tokenize_prompt(text, images.of_chat(messages))
+        if self.cut_to and not self.segments and not prompt.images:
+            # Its text stays whole, so that a later rendering is found to begin with it.
+            prompt = prompt._replace(tokens=prompt.tokens[-self.cut_to :])
+        return self.append_prompt(prompt)
 
     def tokenize_prompt(self, prompt: str | list[int], urls: Sequence[str]) -> Prompt:
         """Tokenize a prompt as it continues a segment, and append nothing.

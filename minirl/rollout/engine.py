@@ -58,6 +58,14 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    # Of the episode, not of vLLM's. 0: env.max_tokens, and engine.max_model_len as the engine has
+    # it, which is longer than that of training where evaluation has longer answers.
+    episode_tokens: int = 0  # Sampled tokens.
+    context_tokens: int = 0  # Tokens of a sequence.
+
+    def context(self, max_model_len: int) -> int:
+        """Return how many tokens a sequence may have in an engine with room for so many."""
+        return self.context_tokens or max_model_len
 
 
 class EngineOutput(NamedTuple):

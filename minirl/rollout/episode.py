@@ -200,7 +200,7 @@ class EpisodeRunner:
             e.env.policy = PolicyInfo(
                 tokenizer=e.conversation.tokenizer,
                 max_tokens=e.sampling.max_tokens,
-                max_length=self.engine_loop.engine.cfg.max_model_len,
+                max_length=e.sampling.context(self.engine_loop.engine.cfg.max_model_len),
                 temperature=e.sampling.temperature,
             )
         try:
@@ -269,8 +269,8 @@ class EpisodeRunner:
         """Return the request for the next completion; None if a budget leaves no room for one."""
         room = min(
             e.sampling.max_tokens,
-            self.cfg.max_tokens - e.conversation.num_sampled(),
-            self.engine_loop.engine.cfg.max_model_len - len(e.segment.tokens),
+            (e.sampling.episode_tokens or self.cfg.max_tokens) - e.conversation.num_sampled(),
+            e.sampling.context(self.engine_loop.engine.cfg.max_model_len) - len(e.segment.tokens),
         )
         if room < 1 or e.turn >= self.cfg.max_turns:
             return None

@@ -46,7 +46,7 @@ class SessionState:
     @property
     def max_model_len(self) -> int:
         """The most tokens of a context."""
-        return self.engine_loop.engine.cfg.max_model_len
+        return self.sampling.context(self.engine_loop.engine.cfg.max_model_len)
 
     def check(self, request: CompletionRequest) -> None:
         """Refuse a request that is too much. Raises what `CompletionRequest.check` does."""

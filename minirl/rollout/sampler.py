@@ -377,7 +377,9 @@ class Sampler:
                 ticket=ticket,
                 number=i,
                 row=copy.deepcopy(row),  # an environment may change it
-                conversation=Conversation(prompts.tokenizer, prompts.vision, row),
+                conversation=Conversation(
+                    prompts.tokenizer, prompts.vision, row, cut_to=prompts.cut_to
+                ),
                 sampling=sampling,
             )
             for i in range(num_samples)
