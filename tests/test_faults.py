@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from harness import ranks
 from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
+from minirl.config.supervised import SFTConfig
 from minirl.errors import UserError
 from minirl.faults import explain
 from minirl.health import Health
@@ -31,6 +33,7 @@ from minirl.parallel.guard import Board, has_told, make_page
 from minirl.parallel.limits import Limits
 from minirl.parallel.watch import Watch
 from minirl.rewards.http import RemoteReward
+from minirl.trainer import Program
 from nodes import Job, Node
 from programs import Ended, fork
 from test_program import read, repeatable
@@ -681,11 +684,15 @@ def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):
 
 @pytest.mark.parametrize("unmapped", [0, 55 * 2**30])
 def test_the_memory_of_a_gpu_is_explained(unmapped):
-    """torch counts what a sleeping engine has given back."""
+    """torch counts what a sleeping engine has given back. The engine tells the timer, the program's
+    timer the watch."""
     memory = {"mem_get_info": (2**30, 80 * 2**30), "memory_allocated": 40 * 2**30 + unmapped}
     memory["memory_reserved"] = 50 * 2**30 + unmapped
     watch = Watch()
-    watch.unmapped_bytes = lambda: unmapped
+    program = SimpleNamespace()
+    mesh = SimpleNamespace(device=torch.device("cpu"), watch=watch)
+    Program.__init__(program, SFTConfig(), mesh)
+    program.timer.unmapped_bytes = lambda: unmapped
     watch.phase = lambda: "backward"
     with contextlib.ExitStack() as stack:
         for name, value in memory.items():
