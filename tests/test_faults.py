@@ -690,7 +690,9 @@ def test_the_memory_of_a_gpu_is_explained(unmapped):
     memory["memory_reserved"] = 50 * 2**30 + unmapped
     watch = Watch()
     program = SimpleNamespace()
-    mesh = SimpleNamespace(device=torch.device("cpu"), watch=watch)
+    mesh = SimpleNamespace(
+        device=torch.device("cpu"), watch=watch, rank=0, default_dtype=lambda: "float32"
+    )
     Program.__init__(program, SFTConfig(), mesh)
     program.timer.unmapped_bytes = lambda: unmapped
     watch.phase = lambda: "backward"
