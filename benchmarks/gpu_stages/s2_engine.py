@@ -46,7 +46,7 @@ class Arguments:
     eager: bool = False
     """The engine runs without CUDA graphs."""
     model_head: bool = False
-    """The engine's logits are in the model's dtype, and not as minirl asks for them."""
+    """The engine's logits are in the model's dtype, not in float32."""
     utilization: float = 0.15
     """Share of the device: other stages use it meanwhile."""
 
@@ -119,15 +119,8 @@ class Stage:
             gpu_memory_utilization=self.args.utilization,
             enforce_eager=self.args.eager,
         )
-        change = vllm_patches.config_of_policy
-
-        def with_head(config: PretrainedConfig) -> PretrainedConfig:
-            config = change(config)
-            if self.args.model_head:
-                config.head_dtype = "model"
-            return config
-
-        with mock.patch.object(vllm_patches, "config_of_policy", with_head):
+        dtype = "model" if self.args.model_head else vllm_patches.HEAD_DTYPE
+        with mock.patch.object(vllm_patches, "HEAD_DTYPE", dtype):
             return RolloutEngine(
                 cfg, self.folder, self.mesh, dtype=self.dtype, timer=self.policy.timer
             )
