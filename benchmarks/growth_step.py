@@ -161,6 +161,7 @@ def measure(size: int, num_ranks: int) -> list[Point]:
             batches,
             advantages.grpo,
             cfg,
+            dtype=torch.float32,
             sum_over_ranks=mesh.sums,
             max_over_ranks=mesh.sums,
             gather_rows=mesh.gather_rows,

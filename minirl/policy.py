@@ -183,6 +183,11 @@ class Policy:
             yield
         self.model.train(was_training)
 
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of log-probs, entropies and scores: float32 at least."""
+        return torch.promote_types(getattr(torch, self.cfg.dtype), torch.float32)
+
     def annotate(
         self,
         minibatches: list[Minibatch],

@@ -270,6 +270,7 @@ class Trainer(Program):
             sum(minibatches, []),
             self.inputs.estimator,
             self.algo,
+            dtype=self.policy.output_dtype,
             without_tokens=[t for t in found if not len(t.tokens)],
             sum_over_ranks=self.mesh.data_sums,
             max_over_ranks=self.mesh.maxima,

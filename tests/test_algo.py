@@ -2,6 +2,7 @@
 or ranks."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ import torch
 from harness import ranks
 from minirl.algo import advantages, losses, normalize
 from minirl.algo.selection import kth_largest
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack
 from minirl.errors import UserError
+from minirl.policy import Policy
+from minirl.rl import Trainer
 from minirl.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -125,6 +129,7 @@ def assign_on_rank(mesh, owners):
             [batch],
             advantages.find(name),
             AlgoConfig(advantage=name),
+            dtype=torch.float32,
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
             gather_rows=mesh.gather_rows,
@@ -154,6 +159,29 @@ def test_two_ranks_assign_what_one_would(owners):
             np.testing.assert_allclose(
                 mine, np.where(t.sampled, value, 0.0), rtol=1e-6, err_msg=name
             )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-15), ("float32", 1e-7), ("bfloat16", 1e-7)]
+)
+def test_advantages_are_as_exact_as_the_log_probs_of_the_policy(dtype, tolerance):
+    """Also where only the engine's are known, which are float32."""
+    whole = batch_of_groups()
+    batch = pack(whole, CPU)
+    policy = SimpleNamespace(cfg=PolicyConfig(dtype=dtype))
+    policy.output_dtype = Policy.output_dtype.fget(policy)
+    given = SimpleNamespace(
+        inputs=SimpleNamespace(estimator=advantages.grpo),
+        algo=AlgoConfig(),
+        policy=policy,
+        mesh=SimpleNamespace(data_sums=alone, maxima=alone, gather_rows=lambda rows: [rows]),
+    )
+    Trainer.assign_advantages(given, [[batch]])
+    expected = numpy_formula("grpo", [t.reward for t in whole], [t.group for t in whole])
+    for t, value, found in zip(
+        whole, expected, unpack(batch.advantages, whole, batch), strict=True
+    ):
+        np.testing.assert_allclose(found, np.where(t.sampled, value, 0.0), rtol=tolerance)
 
 
 def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
@@ -209,6 +237,7 @@ def assign_alone(setting):
         [batch],
         advantages.find(setting),
         AlgoConfig(advantage=setting),
+        dtype=torch.float32,
         sum_over_ranks=alone,
         max_over_ranks=alone,
         gather_rows=lambda value: [value],

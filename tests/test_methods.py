@@ -22,6 +22,7 @@ from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 CPU = torch.device("cpu")
 ALONE = {  # The collectives of a world of one.
+    "dtype": torch.float64,
     "sum_over_ranks": lambda v: v,
     "max_over_ranks": lambda v: v,
     "gather_rows": lambda v: [v],
@@ -659,6 +660,7 @@ def spread(mesh, budget):
             AlgoConfig(
                 advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward", whiten_tokens=whitened
             ),
+            dtype=torch.float64,
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
             gather_rows=mesh.gather_rows,

@@ -15,6 +15,7 @@ from minirl.errors import UserError
 from programs import fork
 
 ALONE = {
+    "dtype": torch.float32,
     "sum_over_ranks": lambda x: x,
     "max_over_ranks": lambda x: x,
     "gather_rows": lambda x: [x],

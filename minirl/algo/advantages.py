@@ -221,6 +221,7 @@ def assign(
     estimator: Callable[..., Tensor],
     cfg: AlgoConfig,
     *,
+    dtype: torch.dtype,
     without_tokens: Sequence[Trajectory] = (),
     sum_over_ranks: Reduce,
     max_over_ranks: Reduce,
@@ -233,6 +234,7 @@ def assign(
             values.
         estimator: as `find` returned it for cfg.advantage.
         cfg: the section `algo` of the config, with the present weight of the KL.
+        dtype: of the advantages, which are computed in float64: that of the policy's log-probs.
         without_tokens: episodes that this rank ran and that have no token. Their rewards are
             outcomes of the policy like others, so they count where siblings are compared. That no
             token of theirs is trained on biases nothing: what an episode is compared with does not
@@ -258,8 +260,6 @@ def assign(
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
 
     for batch, value in zip(batches, values, strict=True):
-        outputs = (batch.old_logprobs, batch.values, batch.engine_logprobs)
-        dtype = next(x.dtype for x in outputs if x is not None)
         batch.advantages = torch.where(batch.loss_mask, value, 0.0).to(dtype)
 
 
