@@ -324,8 +324,10 @@ def find_model(
     if isinstance(cfg, RLConfig):
         engine = cfg.engine
         max_images = engine.max_images
+        # Replayed rollouts have been sampled by an engine, and need none any more.
+        device = None if cfg.rollout.replay else engine_on
         families.check_supported(
-            config, where, engine.tensor_parallel_size, engine.max_model_len, engine_on
+            config, where, engine.tensor_parallel_size, engine.max_model_len, device
         )
         longest = engine.max_model_len + eval_extra_tokens(cfg)
         families.check_positions(config, where, "engine.max_model_len", longest)

@@ -149,6 +149,16 @@ def test_a_folder_that_is_no_model(tmp_path, model, name):
     assert str(folder) in str(error.value) and len(str(error.value)) < 1500
 
 
+def test_a_replay_needs_no_head_size_of_an_engine(tmp_path, model):
+    folder = tmp_path / "m"
+    shutil.copytree(model, folder)
+    config(head_dim=34)(folder)
+    cfg = RLConfig(policy=PolicyConfig(model=str(folder)))
+    cfg.engine.max_model_len = 40
+    cfg.rollout.replay = "runs/before/rollouts"
+    assert find_model(cfg, 40, Watch()).config.head_dim == 34
+
+
 INDEXES = {
     "cut": "{",
     "empty": "",

@@ -514,12 +514,30 @@ def test_the_sweep_finds_the_reason_that_the_page_gives(tmp_path, other):
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0 cuts queries and keys in place"),
+        ("qwen2_moe", {"use_sliding_window": True}, "sliding_window = 4096 .* a model with use_sl"),
+        ("olmoe", {"sliding_window": 12}, "sliding_window = 12 .* take it out of config.json"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu', and gated delta nets"),
+        ("qwen3_5_text", {"hidden_act": "relu"}, "hidden_act = 'relu', and gated delta nets"),
     ],
 )
 def test_settings_that_packing_would_change_are_refused(family, values, named):
     with pytest.raises(UserError, match=named):
         families.check_supported(AutoConfig.for_model(family, **values), "policy.model = x")
     families.check_supported(AutoConfig.for_model(family), "policy.model = x")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "dots1"])
+def test_a_mixture_without_the_shared_experts_of_its_family_is_refused(family):
+    config = AutoConfig.for_model(family, n_shared_experts=0)
+    with pytest.raises(UserError, match="policy.model = x: n_shared_experts = 0 in its config"):
+        families.check_supported(config, "policy.model = x")
+
+
+def test_values_larger_than_queries_are_refused():
+    config = AutoConfig.for_model("deepseek_v3", v_head_dim=193)
+    with pytest.raises(UserError, match="v_head_dim = 193 .* = 192, and no kernel has values"):
+        families.check_supported(config, "policy.model = x")
+    families.check_supported(AutoConfig.for_model("deepseek_v3", v_head_dim=192), "x")
 
 
 @pytest.mark.parametrize(

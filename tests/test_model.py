@@ -15,6 +15,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention, Qwen2MoeConfig
 
 import tiny
 from harness import ranks
@@ -212,6 +213,17 @@ def test_a_window_without_its_block_is_refused():
     q = torch.zeros(1, 2, len(batch.inputs), 4)
     with pytest.raises(NotImplementedError, match="windowed=True"):
         attention.packed_attention(torch.nn.Identity(), q, q, q, None, pack=batch, sliding_window=4)
+
+
+def test_a_window_that_a_layer_does_not_pass_is_refused():
+    """As Qwen2MoE's, which counts on its mask. Exaone 4 passes None where a layer sees all."""
+    batch = pack(groups(PROMPTS_ALONE), CPU)
+    q = torch.zeros(1, 2, len(batch.inputs), 4)
+    windowed = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 1}
+    layer = Qwen2MoeAttention(Qwen2MoeConfig(**windowed), 0)
+    with pytest.raises(NotImplementedError, match="Qwen2MoeAttention has a sliding window of 4096"):
+        attention.packed_attention(layer, q, q, q, None, pack=batch)
+    attention.packed_attention(layer, q, q, q, None, pack=batch, sliding_window=None)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from harness import ranks
+from harness import RankFailed, ranks
 from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import lora
+from minirl.policy import Policy
 from test_gradients import worst
 from test_lora import WHAT, two_steps
 
@@ -44,6 +45,17 @@ def make(tmp_path, family):
     rounded = tmp_path / "rounded"
     model.save_pretrained(rounded)
     return folder, rounded
+
+
+def cut_in_four_bits(mesh, folder):
+    Policy(PolicyConfig(**NF4), folder, mesh)
+
+
+def test_no_tensor_rank_gets_a_part_of_a_matrix_in_four_bits(tmp_path):
+    """Whoever makes a policy without the check of settings."""
+    folder = tiny.make(tmp_path / "m", "qwen3", **SIZES)
+    with pytest.raises(RankFailed, match="matrices in four bits are cut"):
+        ranks(2, cut_in_four_bits, folder, parallel=ParallelConfig(tensor=2))
 
 
 @pytest.mark.parametrize("family", EXPERT_SIZES)

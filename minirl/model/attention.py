@@ -29,6 +29,8 @@ NAMES = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
 # wrong numbers.
 UNSUPPORTED = ("sinks", "head_mask", "position_bias", "attention_mask", "dropout")
 
+NOT_PASSED = -1  # A window that a layer says nothing of.
+
 # Blocks, each with keys and values [M, Hkv, D].
 Steps = Iterator[tuple[Block, Tensor, Tensor]]
 
@@ -43,7 +45,7 @@ def packed_attention(
     pack: Packed,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = NOT_PASSED,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: object,
@@ -51,7 +53,7 @@ def packed_attention(
     """Attend within each sequence of a packed batch.
 
     Args:
-        module: the layer, for error messages.
+        module: the layer. If it has a window, it has to say whether this call is for it.
         query: [1, H, T, D].
         key: [1, Hkv, T, D].
         value: [1, Hkv, T, D], or fewer features.
@@ -73,6 +75,9 @@ def packed_attention(
     """
     asked = {**kwargs, "attention_mask": attention_mask, "dropout": dropout or None}
     _refuse_unsupported(module, asked)
+    if sliding_window == NOT_PASSED:
+        sliding_window = None
+        _refuse_forgotten_window(module)
     # Squeezed, not indexed: the backward of an index copies the whole.
     q = query.squeeze(0).transpose(0, 1)
     k = key.squeeze(0).transpose(0, 1)
@@ -104,6 +109,19 @@ def _refuse_unsupported(module: torch.nn.Module, asked: dict[str, object]) -> No
         raise NotImplementedError(
             f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
             "does not support"
+        )
+
+
+def _refuse_forgotten_window(module: torch.nn.Module) -> None:
+    """Raise NotImplementedError if a layer has a window that is in its mask alone, which is None.
+
+    Layers that do without theirs pass None.
+    """
+    window = vars(module).get("sliding_window")
+    if window:
+        raise NotImplementedError(
+            f"{type(module).__name__} has a sliding window of {window}, and does not pass it to "
+            "packed attention"
         )
 
 

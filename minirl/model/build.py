@@ -359,6 +359,8 @@ def _distribute(
     """
     # Experts over their axis, matrices over tensor-parallel ranks.
     config = model.config
+    # `validate_lora` refuses it: a tensor rank's part of the bytes is no matrix of its own.
+    assert tp is None or cfg.lora.quantization == "none", "matrices in four bits are cut"
     ep = ExpertParallel.of(mesh)
     if ep:
         mixtures.check_divides(config, f"{section_of(cfg)}'s mixture", ep.mesh.size())

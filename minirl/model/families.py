@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from minirl.errors import require
 from minirl.model import in_engine, plans, sizes
+from minirl.model.delta_rule import convolution
 from minirl.model.family import DENSE, FEATURES, HEADS, ExpertNames, Family, Fused, FusedExperts
 from minirl.model.refused import REFUSED
 from minirl.parallel.regions import CheckpointSlice, Region
@@ -111,10 +112,17 @@ FAMILIES = {
         divided=(*HEADS, *_QWEN2_MOE),
         plan=plans.QWEN2_MOE,
         experts=_EXPERTS,
+        refuses_windows="the library's layers do not say which of them see a window; take a model "
+        "with use_sliding_window false",
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "mellum": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
-    "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    "olmoe": Family(
+        divided=(*FEATURES, "num_experts"),
+        experts=_EXPERTS,
+        refuses_windows="the library's mask ignores it, and packed attention would not; take it "
+        "out of config.json",
+    ),
     "flex_olmo": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
     "granitemoe": _GRANITE._replace(
         divided=(*HEADS, "num_local_experts"),
@@ -305,6 +313,21 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
     require(
         "quantization_config" not in values,
         f"{where} is quantised; train the unquantised checkpoint",
+    )
+
+    family = FAMILIES[config.model_type]
+    window = values.get("sliding_window")
+    require(
+        not window or not family.refuses_windows,
+        f"{where}: sliding_window = {window} with family {config.model_type!r}: "
+        f"{family.refuses_windows}",
+    )
+
+    activation = values.get("hidden_act")
+    require(
+        not convolution(config) or activation in ("silu", "swish"),
+        f"{where}: hidden_act = {activation!r}, and gated delta nets are computed with silu alone; "
+        "take a model that has it",
     )
 
     bidirectional = values.get("use_bidirectional_attention")

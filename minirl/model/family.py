@@ -54,6 +54,8 @@ class Family(NamedTuple):
     engine_agrees_to: Callable[[PretrainedConfig], dict[str, int | None]] = lambda config: {}
     # Config -> the values without which vLLM's class computes another model than the library's.
     engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    # Why a config with a sliding window is refused, and what to do; empty: it is not.
+    refuses_windows: str = ""
     # Parts of the model's names -> what the files have instead; and parts of the files' names ->
     # what is in their place in files that the library's newer versions write.
     files: dict[str, str] = {}

@@ -33,6 +33,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
     "vocab_size_per_layer_input",
+    "n_shared_experts",
 )
 _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
 
@@ -100,6 +101,15 @@ def check(values: dict, where: str) -> None:
             f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
             "use 32, 64 or 128",
         )
+
+    of_values = values.get("v_head_dim") or 0
+    of_queries = sum(values.get(f"qk_{part}_head_dim") or 0 for part in ("nope", "rope"))
+    require(
+        not of_queries or of_values <= of_queries,
+        f"{where}: v_head_dim = {of_values} in its config.json is above qk_nope_head_dim + "
+        f"qk_rope_head_dim = {of_queries}, and no kernel has values larger than queries; take "
+        "another model",
+    )
 
     _check_gemma4(values, where)
 
