@@ -896,6 +896,7 @@ def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, 
             and version == 3
             and sum(sampled) <= 14
         )
+        assert about["row"] == {"answer": str(group)} and about["refusal"] == ""
         assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
         assert about["error"] or about["env"] == {
             "turns": 2,
@@ -909,6 +910,7 @@ def test_images_that_a_client_sends_are_trained_on(on_one_rank):
     """Through either API; a chat goes on, unless an answer held what cannot be said again."""
     ((worst, found, info, failures, _, placed),) = on_one_rank["viewer"].result()
     assert 0 < worst < 1e-4 and not any(about["error"] for about in info) and not failures
+    assert all("more than engine.max_images = 4" in about["refusal"] for about in info)
     whole = [
         shown
         for (_, _, segment, *_), shown in zip(found, placed, strict=True)

@@ -149,6 +149,9 @@ def test_a_search_finds_what_is_new(run, tmp_path):
     found = dumped.trajectory(99, 0, "drow", tokenizer, completion='so \u00fcber "X"')
     dumped.write_step(copy / "rollouts", 3, [found])
     assert [g["group"] for g in runs.groups(0, query)["groups"]] == [99]
+    other = dumped.trajectory(99, 0, "drow", tokenizer)  # a resumed run writes the step again
+    dumped.write_step(copy / "rollouts", 3, [other])
+    assert runs.groups(0, query)["total"] == 0
 
 
 def test_histograms_count_every_episode(run):
@@ -718,7 +721,9 @@ def test_the_page_follows_a_run(page, serve, run, tmp_path):
     server = serve(live)
     page.goto(server.url)
     assert curve(page, "rl/reward")[0] == [0, 1, 2]
-    dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])
+    later = [{"phase": "rl", "step": 3, "reward": 0.9}, {"phase": "eval", "step": 3, "accuracy": 1}]
+    dumped.write_rows(live / "metrics.jsonl", later)
+    assert curve(page, "eval/accuracy") == [[3], [1]]
     wait_until(
         page,
         "document.querySelector('[data-metric=\"rl/reward\"] .reading').textContent === '0.9 at 3'",
@@ -741,7 +746,8 @@ def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
         f"wrote {file} with 12 of 12 groups of trajectories, and with all metrics, answers and "
         "settings"
     ]
-    assert "<script>document" not in file.read_text()
+    text = file.read_text()
+    assert "<script>document" not in text and "Copyright (c) 2022 Leon Sorokin" in text
     page.goto(file.as_uri())
     assert curve(page, "rl/reward")[0] == [0, 1, 2]
     page.click("nav >> text=trajectories")

@@ -29,7 +29,7 @@ from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types import UNSET, Trajectory
 
 MOST_CHARACTERS = 500  # Of a column of a row, for people.
-SHOWN_ELSEWHERE = {"prompt", "rendered_prompt", "image", "images"}  # Columns.
+SHOWN_ELSEWHERE = {"prompt", "rendered_prompt"}  # Columns.
 CANCEL_SECONDS = 1.0  # At least, for what an environment does when it is cancelled.
 
 
@@ -417,9 +417,8 @@ def _describe_columns(row: dict) -> dict[str, str]:
     """Return the columns of a row beside its prompt, for people: as texts that end somewhere."""
     columns = {}
     for name, value in row.items():
-        text = str(value)
-        if name not in SHOWN_ELSEWHERE and value is not None and text != row["prompt"]:
-            columns[str(name)] = text[:MOST_CHARACTERS]
+        if name not in SHOWN_ELSEWHERE and value is not None:
+            columns[str(name)] = str(value)[:MOST_CHARACTERS]
     return columns
 
 

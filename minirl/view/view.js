@@ -70,6 +70,7 @@ const state = {
   rows: [], // By run: {place, lines: {metric: [[step, value], ...]}, times: [{step, parts}]}
   hidden: new Set(), // Numbers of runs that the curves leave out.
   chosen: null, // Names of metrics; null: the first ones that there are.
+  numNames: 0, // Of the metrics in the list.
   search: "",
   smoothing: 0,
   isLog: false,
@@ -205,17 +206,19 @@ function metricNames() {
   return [...new Set(state.rows.flatMap((known) => Object.keys(known.lines)))].sort();
 }
 
+/** Return the names of the metrics that are shown: the first ones that there are, until others are chosen. */
+function chosenNames() {
+  const names = metricNames();
+  const first = FIRST_METRICS.filter((name) => names.includes(name));
+  return state.chosen || new Set(first.length ? first : names.slice(0, 6));
+}
+
 /** Return the group of a metric in the list: rl/time of rl/time/step. */
 function groupOf(name) {
   return name.split("/").slice(0, name.split("/").length > 2 ? 2 : 1).join("/");
 }
 
 async function drawCurves() {
-  const names = metricNames();
-  if (!state.chosen) {
-    const first = FIRST_METRICS.filter((name) => names.includes(name));
-    if (first.length || names.length) state.chosen = new Set(first.length ? first : names.slice(0, 6));
-  }
   const charts = make("div", { class: "charts" });
   const list = make("div", { class: "names" });
   const search = make("input", { type: "search", placeholder: "find a metric", value: state.search, id: "search" });
@@ -238,24 +241,27 @@ async function drawCurves() {
 }
 
 function drawNames(list, charts) {
+  state.numNames = metricNames().length;
   const wanted = state.search.toLowerCase();
   const groups = {};
+  const chosen = chosenNames();
   for (const name of metricNames()) if (name.toLowerCase().includes(wanted)) (groups[groupOf(name)] ||= []).push(name);
   list.replaceChildren(...Object.entries(groups).map(([group, names]) => {
     const choose = (those, isOn) => {
+      state.chosen = chosenNames();
       for (const name of those) if (isOn) state.chosen.add(name); else state.chosen.delete(name);
       drawCharts(charts);
     };
-    const all = option("all", `group-${group}`, names.every((name) => state.chosen.has(name)), (isOn) => { choose(names, isOn); drawNames(list, charts); });
-    const isOpen = Boolean(wanted) || names.some((name) => state.chosen.has(name));
+    const all = option("all", `group-${group}`, names.every((name) => chosen.has(name)), (isOn) => { choose(names, isOn); drawNames(list, charts); });
+    const isOpen = Boolean(wanted) || names.some((name) => chosen.has(name));
     return make("details", { open: isOpen }, make("summary", {}, `${group} (${names.length})`), all,
-      ...names.map((name) => option(name.slice(group.length + 1), `metric-${name}`, state.chosen.has(name), (isOn) => choose([name], isOn))));
+      ...names.map((name) => option(name.slice(group.length + 1), `metric-${name}`, chosen.has(name), (isOn) => choose([name], isOn))));
   }));
 }
 
 function drawCharts(charts) {
   const onZoom = (zoom) => { state.zoom = zoom; drawCharts(charts); };
-  charts.replaceChildren(...[...(state.chosen || [])].map((name) => {
+  charts.replaceChildren(...[...chosenNames()].map((name) => {
     const lines = state.runs.map((run, i) => ({ name: run.name, colour: COLOURS[i % COLOURS.length], points: state.rows[i].lines[name] || [] }));
     return lineChart(name, lines.filter((_, i) => !state.hidden.has(i)), { ...state, onZoom });
   }));
@@ -293,8 +299,8 @@ async function drawTrajectories() {
   state.listed = await source.groups(state.run, state.query);
   await openPlace();
   const leftOut = source.isLive ? 0 : num_groups - source.num_groups(state.run);
-  const note = leftOut ? make("p", { class: "soft", id: "left-out" }, `This file has ${num_groups - leftOut} of ${num_groups} groups, evenly over the steps; `
-    + "the histograms are of all. `python -m minirl.view RUN --export FILE --share 1` exports all groups.") : null;
+  const note = leftOut ? make("p", { class: "soft", id: "left-out" }, `This file has ${num_groups - leftOut} of ${num_groups} groups, evenly over the steps. `
+    + "`python -m minirl.view RUN --export FILE --share 1` exports all groups.") : null;
   const aside = make("aside", {}, pager(), make("div", { class: "group-list" }));
   const detail = make("div", { id: "detail" });
   return [filterBar(), note, histograms(), make("div", { class: "columns" }, aside, detail)];
@@ -351,7 +357,7 @@ function filterBar() {
 
 function histograms() {
   const charts = Object.entries(state.listed.histograms).map(([name, counted]) => histogram(name, counted));
-  const box = make("details", { id: "histograms", open: state.hasHistograms }, make("summary", {}, "rewards and lengths"), make("div", { class: "charts" }, ...charts));
+  const box = make("details", { id: "histograms", open: state.hasHistograms }, make("summary", {}, `rewards and lengths${source.isLive ? "" : " of the whole run"}`), make("div", { class: "charts" }, ...charts));
   box.addEventListener("toggle", () => { state.hasHistograms = box.open; });
   return box;
 }
@@ -460,13 +466,21 @@ async function update() {
   }
   drawFrame();
   const charts = document.querySelector(".columns .charts");
-  if (state.tab === "curves" && charts && state.chosen) drawCharts(charts);
+  const isNew = state.numNames !== metricNames().length;
+  if (state.tab === "curves" && charts && !isNew) drawCharts(charts);
   else if (state.tab === "trajectories") await updateTrajectories();
   else if (state.tab !== "answers" && state.tab !== "settings") await draw();
 }
 
 async function start() {
-  try { await refresh(); } catch (error) { document.getElementById("connection").textContent = error.message; return; }
+  while (!state.runs.length) {
+    try {
+      await refresh();
+    } catch (error) {
+      document.getElementById("connection").textContent = `no answer (${error.message}); trying again`;
+      await new Promise((done) => setTimeout(done, EVERY_MS));
+    }
+  }
   readAddress();
   addEventListener("hashchange", follow);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
