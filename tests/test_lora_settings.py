@@ -18,6 +18,7 @@ SHARED = {
     "algo__advantage": "gae",
     "critic__share_base": True,
     "critic__lora__rank": 4,
+    "policy__dtype": "bfloat16",
     "critic__dtype": "bfloat16",
 }
 IMPOSSIBLE = [
