@@ -338,6 +338,7 @@ class Play(Env):
         )
         asyncio.run(runner.run(self.e))
         self.segments, self.trajectories = self.e.conversation.segments, runner.finish(self.e)
+        self.since_prompt = runner._messages_since_prompt(self.e)
 
     def reset(self, row):
         return row["prompt"]
@@ -720,7 +721,9 @@ def test_a_tokenizer_gives_back_what_was_said(tmp_path):
 def test_the_messages_of_a_result_count_before_its_observation(result, shown):
     tokenizer = tokenizer_of("Qwen 2.5")
     runner = SimpleNamespace(system_prompt="")
-    episode = SimpleNamespace(segment=None, messages=[], conversation=Conversation(tokenizer))
+    episode = SimpleNamespace(
+        segment=None, messages=[], turn=0, conversation=Conversation(tokenizer)
+    )
     if shown is None:
         with pytest.raises(EnvFailed, match="give"):
             EpisodeRunner._observe(runner, episode, result)
@@ -740,3 +743,15 @@ def test_an_episode_without_tokens_is_a_trajectory_that_is_dumped_and_read():
     again = records.from_record(json.loads(line))
     assert (again.group, again.episode, again.reward, len(again.tokens)) == (3, 1, -2.0, 0)
     assert "0 of 0 tokens sampled" in show.describe(again)
+
+
+def test_reward_functions_get_the_turns_since_the_prompt():
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    reply = [{"role": "tool", "content": "3"}]
+    observations = [[*prompt, {"role": "user", "content": "c"}], reply]
+    play = Play("Qwen 2.5", ["1 + 2", "it is 3"], observations, "be short")
+    assert play.since_prompt == [
+        {"role": "assistant", "content": "1 + 2"},
+        *reply,
+        {"role": "assistant", "content": "it is 3"},
+    ]

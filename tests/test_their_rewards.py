@@ -7,6 +7,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -18,9 +19,11 @@ from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
 from minirl.errors import UserError
 from minirl.evaluation import breakdown
 from minirl.model.scratch import make_tokenizer
-from minirl.rewards import first_call
+from minirl.rewards import Answer, RewardCall, first_call
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.conversation import Completion, Conversation, Prompt
+from minirl.rollout.groups import Group
+from minirl.rollout.saved import write_group
 from minirl.types import Trajectory
 from programs import fork
 
@@ -129,6 +132,82 @@ def test_asynchronous_functions_share_one_event_loop(file):
     assert [rewards(TEXT, "a") for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
+COMPARES = """
+    def shortest_wins(completions, **kwargs):
+        least = min(map(len, completions))
+        return [1.0 if len(c) == least else 0.0 for c in completions]
+
+    def logs(prompts, completions, completion_ids, length, log_extra, log_metric):
+        log_extra("number", range(len(completions)))
+        log_metric("completions", len(completions))
+        assert len(prompts) == len(length) == len(completion_ids) == len(completions)
+        lengths = map(len, completion_ids)
+        return [None if c == "b" else float(n) for c, n in zip(completions, lengths)]
+
+    def uses(completions, **kwargs):
+        found = []
+        for completion in completions:
+            called = [c["function"] for turn in completion for c in turn.get("tool_calls", ())]
+            replies = [turn["content"] for turn in completion if turn["role"] == "tool"]
+            sums = [call["arguments"]["a"] for call in called if call["name"] == "add"]
+            is_right = (sums, replies) == ([2], ["4"]) and completion[-1]["content"] == "it is 4"
+            found.append(float(is_right))
+        return found
+
+    def one(completions, **kwargs):
+        return [1.0]
+"""
+
+
+def scored(places, *completions, row=TEXT, messages=()):
+    """The answers of a prompt, once the functions have scored them as a run does."""
+    rewards = trl(*places)
+    answers = []
+    for number, completion in enumerate(completions):
+        call = RewardCall(tokens=[7] * number, messages=list(messages))
+        answers.append(Answer(row=row, completion=completion, call=call))
+        rewards.score_alone(answers[-1])
+    rewards.score_together(answers)
+    return rewards, answers
+
+
+def test_functions_that_compare_get_the_completions_of_a_prompt(file):
+    path = file(COMPARES)
+    rewards, answers = scored([f"{path}:shortest_wins"], "aaa", "b", "cc", "d")
+    assert rewards.together and not make_rewards(RewardConfig(function="exact")).together
+    assert [rewards.total(answer) for answer in answers] == [0.0, 1.0, 0.0, 1.0]
+
+    rewards, answers = scored([f"{path}:shortest_wins", f"{path}:logs"], "aaa", "b", "cc")
+    infos = [{}, {}, {}]
+    totals = [rewards.total(answer, info) for answer, info in zip(answers, infos, strict=True)]
+    assert totals == [0.0, 1.0, 2.0]
+    assert [info["reward_columns"]["number"] for info in infos] == [0, 1, 2]
+    assert {info["reward_metrics"]["completions"] for info in infos} == {3.0}
+    assert [len(info["rewards"]) for info in infos] == [2, 1, 2]
+
+    with pytest.raises(UserError, match="it returned 1 values for 2 completions .* 1 other"):
+        scored([f"{path}:one"], "a", "b")
+
+
+def test_functions_get_the_exchange_with_calls_and_replies(file):
+    path = file(COMPARES)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    exchange = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "it is 4"},
+    ]
+    for messages, wanted in ((exchange, 1.0), (exchange[-1:], 0.0)):
+        rewards, [answer] = scored([f"{path}:uses"], "it is 4", row=CHAT, messages=messages)
+        assert rewards.total(answer) == wanted
+
+
+def test_a_group_that_waits_to_be_compared_begins_anew_from_a_checkpoint():
+    waiting = SimpleNamespace(outcome=list, waits=True, num_sampled=lambda: 3)
+    line = json.loads(write_group(Group(5, 2, [waiting])))
+    assert line == {"ticket": 5, "version": -1, "num_sampled": [3], "episodes": []}
+
+
 WRONG = {
     "positional only": (
         "def f(completions, /): return [0.0]",
@@ -164,8 +243,8 @@ def test_what_is_wrong_in_a_call_is_told(file):
             log_extra("column", [1, 2])
             return [0.0]
     """)
-    for name in ("two", "log"):
-        with pytest.raises(UserError, match="raised ValueError: too many values"):
+    for name, what in (("two", "it returned"), ("log", r"log_extra\('column', ...\) got")):
+        with pytest.raises(UserError, match=f"raised ValueError: {what} 2 values for 1 complet"):
             trl(f"{path}:{name}")(TEXT, "42")
 
 
@@ -362,7 +441,8 @@ GSM8K = """
 
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-        assert data_source == "openai/gsm8k" and extra_info["index"] == 7, (data_source, extra_info)
+        assert data_source == "openai/gsm8k"
+        assert (extra_info["index"], extra_info["num_turns"]) == (7, 2), extra_info
         return 1.0 if found(solution_str) == ground_truth else 0.0
 
 
@@ -573,7 +653,7 @@ MISTAKES = {
     "a module": ("def f(prompt, completion, row): import nowhere", "No module named 'nowhere'"),
     "too many values of trl": (
         "def f(completions, **kwargs): return [0.0, 1.0]",
-        "ValueError: too many values",
+        "ValueError: it returned 2 values",
     ),
     "no score of verl": ("def f(solution_str, **kwargs): return {'acc': 1}", "KeyError: 'score'"),
 }
@@ -605,10 +685,10 @@ def test_a_run_with_functions_of_trl(file, tmp_path):
             with open(pathlib.Path(__file__).with_name("seen.txt"), "a") as seen:
                 state = trainer_state
                 print(state.global_step, state.max_steps, state.epoch, len(completion_ids[0]),
-                      file=seen)
+                      len(completions), file=seen)
             log_metric("number", n[0])
-            log_extra("twice", [2 * n[0]])
-            return [0.1 * len(completion_ids[0])]
+            log_extra("twice", [2 * number for number in n])
+            return [0.1 * len(ids) for ids in completion_ids]
     """)
     rows = [{"prompt": f"{n}+", "answer": "1", "n": n} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -640,8 +720,9 @@ def test_a_run_with_functions_of_trl(file, tmp_path):
     made_up, *seen = seen
     assert made_up[:2] == ["0", "1"] and int(made_up[3]) > 40
     assert "score uses signals, which only a main thread handles: 2 processes" in ended.err
-    # 4 held-out prompts before and after, and 8 answers a step.
-    assert [int(line[0]) for line in seen] == [0] * 12 + [2] * 8 + [4] * 4
+    # 4 held-out prompts before and after, and 4 prompts of 2 answers a step.
+    assert [int(line[0]) for line in seen] == [0] * 8 + [2] * 4 + [4] * 4
+    assert [int(line[4]) for line in seen] == [1] * 4 + [2] * 8 + [1] * 4
     assert {line[1] for line in seen} == {"4"} and {int(line[3]) for line in seen} <= set(range(5))
     assert {float(line[2]) for line in seen} == {0.0, 0.25, 0.5}  # of 16 prompts
     metrics = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

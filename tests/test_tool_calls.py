@@ -158,6 +158,33 @@ def test_parallel_calls():
     play(program, TWICE, TWICE, "six")
 
 
+def test_reward_functions_get_the_calls_and_the_replies():
+    """What an agent's chat says since its prompt, as TRL's functions have it: from the first
+    message that was sampled in this session on, whatever the prompt itself says."""
+
+    async def program(w):
+        shown = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ok"}]
+        chat = [{"role": "system", "content": "short"}, *shown, *HI]
+        both = (await w.ask(messages=chat, tools=[TOOL])).choices[0].message
+        for number, call in enumerate(both.tool_calls):
+            reply = {"role": "tool", "tool_call_id": call.id, "content": f"sum {number}"}
+            chat = [*chat, *([] if number else [both.model_dump(exclude_none=True)]), reply]
+        await w.ask(messages=chat, tools=[TOOL])
+
+        [segment] = w.endpoint.session(w.session.api_key).conversation.segments
+        called, *replies, last = segment.messages
+        assert called["role"] == "assistant" and not called["content"]
+        calls = [call["function"] for call in called["tool_calls"]]
+        assert calls == [{"name": "add", "arguments": {"a": n}} for n in (1, 2)]
+        assert [(r["role"], r["name"], r["content"]) for r in replies] == [
+            ("tool", "add", "sum 0"),
+            ("tool", "add", "sum 1"),
+        ]
+        assert last == {"role": "assistant", "content": "three"}
+
+    play(program, TWICE, "three")
+
+
 def test_responses():
     async def program(w):
         create = w.gpt.responses.create

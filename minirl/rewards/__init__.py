@@ -1,7 +1,7 @@
 """Ways to score an answer: functions, endpoints over HTTP, TRL's functions, a reward model."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minirl.data.chat import RowPrompt
@@ -26,6 +26,9 @@ class RewardCall:
     """What belongs to one call of a reward function beside prompt, completion and row."""
 
     tokens: list[int] = field(default_factory=list)  # Of the completion, the one that ends it too.
+    #: What was said since the prompt, the completion last, with calls of tools and their replies.
+    #: Empty: nothing was said in messages.
+    messages: list[dict] = field(default_factory=list)
     state: TrainerState = field(default_factory=TrainerState)
     metrics: dict[str, list[float]] = field(default_factory=dict)  # Logged by the function.
     columns: dict[str, object] = field(default_factory=dict)  # Logged beside the completion.
@@ -35,14 +38,37 @@ class RewardCall:
         self.metrics.setdefault(name, []).append(float(value))
 
 
+@dataclass(kw_only=True)
+class Answer:
+    """A completion that is to be scored."""
+
+    row: dict
+    completion: str  # Without special tokens.
+    call: RewardCall
+    values: dict[str, float | None] = field(default_factory=dict)  # By function, so far.
+
+
 class AdaptedReward(abc.ABC):
-    """A reward function that was written for another library."""
+    """A reward function that was written for another library.
+
+    Attributes:
+        together: it is called for all completions of a prompt at once.
+    """
+
+    together = False
 
     @abc.abstractmethod
     def score(
         self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall
     ) -> float | None:
         """Return the reward; None: the function does not apply to this row."""
+
+    def score_all(self, answers: Sequence[Answer]) -> Sequence[float | None]:
+        """Return the rewards of completions of one prompt."""
+        return [
+            self.score(answer.row["prompt"], answer.completion, answer.row, answer.call)
+            for answer in answers
+        ]
 
     def why_not(self, row: dict) -> str:
         """Return why no answer to this row can be scored; empty: it can."""

@@ -21,7 +21,7 @@ from minirl.errors import UserError
 from minirl.log import say
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
-from minirl.rewards import RewardCall, TrainerState
+from minirl.rewards import Answer, RewardCall, TrainerState
 from minirl.rewards.functions import REWARDS, Rewards
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.mistakes import is_mistake, needs_main_thread
@@ -98,6 +98,7 @@ def _try(rewards: Rewards, function: Any, name: str, row: dict, tokens: list[int
     completion = make_up_completion(row)
     state = TrainerState(max_steps=1, num_train_epochs=1.0)
     call = RewardCall(tokens=tokens, state=state)
+    answer = Answer(row=row, completion=completion, call=call)
     uses_signals = False
 
     def look(frame: FrameType, event: str, argument: object) -> None:
@@ -109,7 +110,7 @@ def _try(rewards: Rewards, function: Any, name: str, row: dict, tokens: list[int
         # An error of it may be caught by the function, which would then return 0 for all answers.
         sys.setprofile(look)
         try:
-            rewards.grade_in_time(function, name, row, completion, call)
+            rewards.grade_in_time(function, name, [answer])
         finally:
             sys.setprofile(None)
 

@@ -18,6 +18,7 @@ import math
 import numbers
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -32,6 +33,7 @@ from minirl.log import restore_streams, say
 from minirl.parallel.watch import Watch
 from minirl.rewards import (
     AdaptedReward,
+    Answer,
     RewardCall,
     RewardFunction,
     RowPrompt,
@@ -106,6 +108,11 @@ class Rewards:
                 continue
             raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
+    @property
+    def together(self) -> bool:
+        """Whether a function is called for all completions of a prompt at once."""
+        return any(is_together(function) for _, function, _ in self.weighted)
+
     def __call__(
         self,
         row: dict,
@@ -113,27 +120,52 @@ class Rewards:
         info: dict | None = None,
         tokens: Sequence[int] = (),
     ) -> float:
-        """Return the weighted sum, without functions that do not apply.
+        """Return the reward of a completion that is the only one of its prompt.
 
         Args:
             row: Of the data, with `prompt` and, for some functions, `rendered_prompt`.
             completion: Without special tokens.
-            info: If there are several functions, `info["rewards"]` is set to name -> value. If one
-                is a grader of another package, `info["graders"]["stopped"]` to whether it reached a
-                limit or failed. What functions log is in `info["reward_metrics"]` (name -> mean)
-                and `info["reward_columns"]`.
+            info: As `total` has it.
             tokens: Of the completion, for functions of TRL.
 
         Raises:
             UserError: As `grade` does.
         """
-        values: dict[str, float | None] = {}
-        call = RewardCall(tokens=list(tokens), state=self.state)
+        answer = Answer(row=row, completion=completion, call=RewardCall(tokens=list(tokens)))
+        self.score_alone(answer)
+        self.score_together([answer])
+        return self.total(answer, info)
+
+    def score_alone(self, answer: Answer) -> None:
+        """Call the functions that look at one completion. Raises UserError as `grade` does."""
+        answer.call.state = self.state
         for _, function, name in self.weighted:
-            values[name] = self.grade_in_time(function, name, row, completion, call)
+            if not is_together(function):
+                [answer.values[name]] = self.grade_in_time(function, name, [answer])
+
+    def score_together(self, answers: Sequence[Answer]) -> None:
+        """Call the functions that compare the completions of a prompt. Raises as `grade` does."""
+        for _, function, name in self.weighted:
+            if answers and is_together(function):
+                values = self.grade_in_time(function, name, answers)
+                for answer, value in zip(answers, values, strict=True):
+                    answer.values[name] = value
+
+    def total(self, answer: Answer, info: dict | None = None) -> float:
+        """Return the weighted sum, without functions that do not apply.
+
+        Args:
+            answer: That all functions have scored.
+            info: If there are several functions, `info["rewards"]` is set to name -> value. If one
+                is a grader of another package, `info["graders"]["stopped"]` to whether it reached a
+                limit or failed. What functions log is in `info["reward_metrics"]` (name -> mean)
+                and `info["reward_columns"]`.
+        """
+        values = {name: answer.values[name] for _, _, name in self.weighted}
+        call = answer.call
         stopped = {n: v for n, v in values.items() if isinstance(v, graders.StoppedGrade)}
         for name, value in stopped.items():
-            self._stop_reports.report(name, value, completion)
+            self._stop_reports.report(name, value, answer.completion)
         applying = {name: value for name, value in values.items() if value is not None}
         if info is not None and len(values) > 1:
             info["rewards"] = {name: float(value) for name, value in applying.items()}
@@ -147,21 +179,16 @@ class Rewards:
         return sum((weights[name] * value for name, value in applying.items()), 0.0)
 
     def grade_in_time(
-        self,
-        function: RewardFunction | AdaptedReward,
-        name: str,
-        row: dict,
-        completion: str,
-        call: RewardCall,
-    ) -> float | None:
+        self, function: RewardFunction | AdaptedReward, name: str, answers: Sequence[Answer]
+    ) -> list[float | None]:
         """Return what `grade` does; a call that takes too long ends the run."""
-        seconds = math.inf if _has_own_limit(function, name) else self.seconds
-        too_slow = partial(_describe_too_slow, name, seconds, row, completion)
+        seconds = math.inf if _has_own_limit(function, name) else self.seconds * len(answers)
+        too_slow = partial(_describe_too_slow, name, seconds, answers)
         with self.watch.limit(seconds, too_slow):
-            value = grade(function, name, row, completion, call)
+            values = grade(function, name, answers)
         if closed := restore_streams():
             say(f"reward.function = {name} has closed {closed}, which is open again")
-        return value
+        return values
 
     def replace(self, name: str, function: AdaptedReward) -> None:
         """Take another function in place of that of this name."""
@@ -204,16 +231,25 @@ def _has_own_limit(function: RewardFunction | AdaptedReward, name: str) -> bool:
     return isinstance(function, RemoteReward) or name in graders.GRADERS or name == "python_tests"
 
 
-def _describe_too_slow(name: str, seconds: float, row: dict, completion: str) -> str:
+def is_together(function: RewardFunction | AdaptedReward) -> bool:
+    """Whether a function is called for all completions of a prompt at once."""
+    return isinstance(function, AdaptedReward) and function.together
+
+
+def _describe_too_slow(name: str, seconds: float, answers: Sequence[Answer]) -> str:
+    times = f" times {len(answers)} completions" if len(answers) > 1 else ""
     return (
-        f"reward.function = {name} took longer than reward.timeout_seconds = {seconds:g} for "
-        f"{_inputs(row, completion)}; mend it, or raise reward.timeout_seconds"
+        f"reward.function = {name} took longer than reward.timeout_seconds = "
+        f"{seconds / len(answers):g}{times} for {_inputs(answers)}; mend it, or raise "
+        "reward.timeout_seconds"
     )
 
 
-def _inputs(row: dict, completion: str) -> str:
+def _inputs(answers: Sequence[Answer]) -> str:
     """Return what a function was called with, for errors."""
-    return f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+    first = answers[0]
+    others = f" and {len(answers) - 1} others" if len(answers) > 1 else ""
+    return f"prompt {str(first.row['prompt'])[:80]!r}, completion {first.completion[:80]!r}{others}"
 
 
 def _names_generator(row: dict) -> bool:
@@ -222,30 +258,32 @@ def _names_generator(row: dict) -> bool:
 
 
 def grade(
-    function: RewardFunction | AdaptedReward,
-    name: str,
-    row: dict,
-    completion: str,
-    call: RewardCall,
-) -> float | None:
-    """Return what one function gives for one completion; None: TRL's for "does not apply".
+    function: RewardFunction | AdaptedReward, name: str, answers: Sequence[Answer]
+) -> list[float | None]:
+    """Return what one function gives for completions of one prompt; None: it does not apply.
+
+    Args:
+        function: one that is not called together gets one completion.
+        name: of the function.
+        answers: the completions.
 
     Raises:
-        UserError: The function raises, or returns anything but one finite number. The answer cannot
+        UserError: The function raises, or returns anything but finite numbers. The answer cannot
             be left out of its group, and any number in place of its reward would be learned.
     """
-    inputs = _inputs(row, completion)
+    inputs = _inputs(answers)
     try:
-        # A row of its own: the samples of a prompt are scored at the same time, from one row.
-        own = copy.deepcopy(row)
-        value: Any
+        # Rows of their own: the samples of a prompt are scored at the same time, from one row.
+        own = [replace(answer, row=copy.deepcopy(answer.row)) for answer in answers]
+        values: Sequence[Any]
         if isinstance(function, AdaptedReward):
-            value = function.score(own["prompt"], completion, own, call)
-            if value is None:
-                return None
+            values = function.score_all(own)
         else:
-            value = function(own["prompt"], completion, own)
-        valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
+            [answer] = own
+            values = [function(answer.row["prompt"], answer.completion, answer.row)]
+        wrong = [v for v in values if v is not None and not _is_finite(v)]
+        if not isinstance(function, AdaptedReward):
+            wrong += [v for v in values if v is None]
     except UserError:
         raise
     # The user's code may raise anything. sys.exit is no end of the run, either.
@@ -255,12 +293,16 @@ def grade(
             f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}{cure}"
         ) from error
     require(
-        valid,
-        f"reward.function = {name} returned {value!r} for {inputs}; "
+        not wrong,
+        f"reward.function = {name} returned {wrong and wrong[0]!r} for {inputs}; "
         "it must return one finite number",
     )
     # A stopped grade says why it is 0.
-    return value if isinstance(value, graders.StoppedGrade) else float(value)
+    return [v if v is None or isinstance(v, graders.StoppedGrade) else float(v) for v in values]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
 
 
 def make_rewards(cfg: RewardConfig, watch: Watch | None = None) -> Rewards:

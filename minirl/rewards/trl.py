@@ -7,10 +7,11 @@
 
 `f` gets by keyword whichever it asks for (all of them, if it takes **kwargs): `prompts`,
 `completions`, `completion_ids`, every column of the row (minirl adds `answer` and `data_source`),
-each as a list of one, and `trainer_state`, `log_extra` and `log_metric`. It is called for one
-completion at a time, from several threads. Where the prompt is a list of messages the completion is
-one too, else it is a text. None, "this does not apply", is left out of the sum of rewards and of
-the metrics. What is asynchronous runs in one event loop, as in TRL.
+each as a list, and `trainer_state`, `log_extra` and `log_metric`. It is called for all completions
+of a prompt at once, from several threads. Where the prompt is a list of messages the completion is
+one too: all that was said since, with calls of tools and their replies; else it is a text. None,
+"this does not apply", is left out of the sum of rewards and of the metrics. What is asynchronous
+runs in one event loop, as in TRL.
 
 Without a file the function is one that TRL ships, from the installed package `trl`. Those read chat
 messages, so they get such, and `solution` is the row's `answer` if it has no such column.
@@ -18,13 +19,13 @@ messages, so they get such, and `solution` is the row's `answer` if it has no su
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from minirl.config.lookup import find_function
 from minirl.errors import UserError, require
-from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
+from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
 from minirl.rewards.by_name import NamedCall, plain_number, read_options
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids", "rendered_prompt")
@@ -85,7 +86,7 @@ def _shipped(place: str) -> Callable:
 
 
 class TRLReward(AdaptedReward):
-    """A function that is called with lists of one.
+    """A function that is called for all completions of a prompt.
 
     Args:
         place: what names it, for errors.
@@ -95,6 +96,8 @@ class TRLReward(AdaptedReward):
     Raises:
         UserError: It has a parameter that cannot be given by keyword.
     """
+
+    together = True
 
     def __init__(self, place: str, function: Callable, *, is_shipped: bool = False):
         self.call = NamedCall(f"reward.function = trl:{place}", function, "TRL")
@@ -116,31 +119,58 @@ class TRLReward(AdaptedReward):
     def score(
         self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall
     ) -> float | None:
-        """Return what the function gives; None: it does not apply.
+        """Return what the function gives for a completion alone. Raises as `score_all` does."""
+        [value] = self.score_all([Answer(row=row, completion=completion, call=call)])
+        return value
+
+    def score_all(self, answers: Sequence[Answer]) -> list[float | None]:
+        """Return what the function gives for completions of one prompt; None: it does not apply.
 
         Raises:
-            ValueError: It returned anything but one value.
+            ValueError: It returned, or logged in a column, anything but a value for each.
         """
 
-        def log_extra(column: str, values: list) -> None:
-            [call.columns[column]] = values
+        def log_extra(column: str, values: Sequence) -> None:
+            _require_one_each(f"log_extra({column!r}, ...) got", values, answers)
+            for answer, value in zip(answers, values, strict=True):
+                answer.call.columns[column] = value
 
-        message = [{"role": "assistant", "content": completion}]
-        as_text = isinstance(prompt, str) and not self.is_shipped
-        given: dict[str, Any] = {name: [value] for name, value in self._columns(row).items()}
-        given |= {
-            "prompts": [prompt],
-            "completions": [completion if as_text else message],
-            "completion_ids": [call.tokens],
-            "trainer_state": replace(call.state),
-            "log_extra": log_extra,
-            "log_metric": call.log_metric,
+        def log_metric(name: str, value: float) -> None:
+            for answer in answers:
+                answer.call.log_metric(name, value)
+
+        columns = [self._columns(answer.row) for answer in answers]
+        given: dict[str, Any] = {
+            name: [values.get(name) for values in columns] for name in columns[0]
         }
-        [value] = self.call(given)
-        return plain_number(value)
+        given |= {
+            "prompts": [answer.row["prompt"] for answer in answers],
+            "completions": [self._completion(answer) for answer in answers],
+            "completion_ids": [answer.call.tokens for answer in answers],
+            "trainer_state": replace(answers[0].call.state),
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        values = list(self.call(given))
+        _require_one_each("it returned", values, answers)
+        return [plain_number(value) for value in values]
+
+    def _completion(self, answer: Answer) -> str | list[dict]:
+        """Return a completion as TRL has it; its own functions read the first message of one."""
+        message = [{"role": "assistant", "content": answer.completion}]
+        if self.is_shipped:
+            return message
+        if isinstance(answer.row["prompt"], str):
+            return answer.completion
+        return answer.call.messages or message
 
     def _columns(self, row: dict) -> dict:
         columns = {name: value for name, value in row.items() if name not in NOT_COLUMNS}
         if self.is_shipped and "solution" not in columns and row.get("answer") is not None:
             columns["solution"] = str(row["answer"])
         return columns
+
+
+def _require_one_each(what: str, values: Sequence, answers: Sequence[Answer]) -> None:
+    if len(values) != len(answers):
+        raise ValueError(f"{what} {len(values)} values for {len(answers)} completions")

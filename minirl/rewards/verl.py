@@ -9,11 +9,13 @@
 
 The function gets by keyword those of the four that it names (all of them, if it takes **kwargs):
 `ground_truth` is the row's `reward_model.ground_truth`, or its `answer` where it has no column
-`reward_model`; `extra_info` is the row's, a dict. One with the names in the plural gets lists of
-one. It returns a number, or a dict with the number as `score`, of which other numbers go to the
-metrics and the rest beside the completion. What is asynchronous runs in one event loop.
+`reward_model`; `extra_info` is the row's, a dict, with `num_turns`. One with the names in the
+plural gets lists of one. It returns a number, or a dict with the number as `score`, of which other
+numbers go to the metrics and the rest beside the completion. What is asynchronous runs in one event
+loop.
 """
 
+import itertools
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -84,13 +86,11 @@ class VerlReward(AdaptedReward):
             KeyError: A dict has no `score`.
             ValueError: A function that takes lists returned anything but one value.
         """
-        extra_info = row.get("extra_info")
-        values = (
-            row.get("data_source"),
-            completion,
-            _ground_truth(row),
-            {} if extra_info is None else extra_info,
-        )
+        # As verl's loops of agents count turns: those of the policy and of others, and the prompt.
+        is_policy = [message["role"] == "assistant" for message in call.messages]
+        num_turns = 1 + max(1, len(list(itertools.groupby(is_policy))))
+        extra_info = {"num_turns": num_turns, **(row.get("extra_info") or {})}
+        values = (row.get("data_source"), completion, _ground_truth(row), extra_info)
         if self.takes_lists:
             given = {name: [value] for name, value in zip(SEVERAL, values, strict=True)}
             [result] = self.call(given | self.options)

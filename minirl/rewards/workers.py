@@ -13,6 +13,7 @@ import queue
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import minirl
@@ -20,7 +21,7 @@ from minirl.config.shared import RewardConfig
 from minirl.confine import frames
 from minirl.confine.kernel import end_with_parent
 from minirl.errors import UserError
-from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
+from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
 from minirl.rewards.functions import find_reward, grade, to_plain
 from minirl.rewards.mistakes import RaisedThereError, is_mistake
 
@@ -43,6 +44,7 @@ class ProcessReward(AdaptedReward):
     def __init__(self, name: str, function: object, num_workers: int):
         self.name = name
         self.function = function
+        self.together = isinstance(function, AdaptedReward) and function.together
         pairs = [socket.socketpair() for _ in range(num_workers)]
         descriptors = [inner.fileno() for _, inner in pairs]
         settings = {"name": name, "sockets": descriptors}
@@ -67,14 +69,19 @@ class ProcessReward(AdaptedReward):
     def score(
         self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall
     ) -> float | None:
-        """Return the reward; None: the function does not apply to this row.
+        """Return the reward of a completion alone. Raises as `score_all` does."""
+        [value] = self.score_all([Answer(row=row, completion=completion, call=call)])
+        return value
+
+    def score_all(self, answers: Sequence[Answer]) -> Sequence[float | None]:
+        """Return the rewards of completions; None: the function does not apply to this row.
 
         Raises:
             UserError: The function fails, or its process has ended.
         """
         worker = self.free.get()
         try:
-            frames.send(worker, pickle.dumps((row, completion, call)))
+            frames.send(worker, pickle.dumps(answers))
             reply = frames.receive(worker)
         except OSError:
             reply = b""
@@ -82,14 +89,15 @@ class ProcessReward(AdaptedReward):
         if not reply:
             raise UserError(
                 f"reward.function = {self.name} ended its process, for the completion "
-                f"{completion[:80]!r}; let it return, or raise an error"
+                f"{answers[0].completion[:80]!r}; let it return, or raise an error"
             )
-        value, metrics, columns, problem, is_its_mistake = pickle.loads(reply)
+        values, calls, problem, is_its_mistake = pickle.loads(reply)
         if problem:
             raise UserError(problem) from RaisedThereError(is_its_mistake)
-        call.metrics.update(metrics)
-        call.columns.update(columns)
-        return value
+        for answer, (metrics, columns) in zip(answers, calls, strict=True):
+            answer.call.metrics.update(metrics)
+            answer.call.columns.update(columns)
+        return values
 
 
 def main() -> None:
@@ -109,16 +117,18 @@ def main() -> None:
                 os.close(other)  # Whoever has one open hides that its worker has ended.
         trainer = socket.socket(fileno=descriptor)
         while request := frames.receive(trainer):
-            row, completion, call = pickle.loads(request)
-            value, problem, is_its_mistake = None, "", False
+            answers = pickle.loads(request)
+            values, problem, is_its_mistake = [], "", False
             try:
-                value = grade(function, settings["name"], row, completion, call)
+                values = grade(function, settings["name"], answers)
             except UserError as error:
                 problem = str(error)
                 is_its_mistake = is_mistake(error.__cause__)
-            columns = {name: to_plain(each) for name, each in call.columns.items()}
-            reply = (value, call.metrics, columns, problem, is_its_mistake)
-            frames.send(trainer, pickle.dumps(reply))
+            calls = []
+            for answer in answers:
+                columns = {name: to_plain(each) for name, each in answer.call.columns.items()}
+                calls.append((answer.call.metrics, columns))
+            frames.send(trainer, pickle.dumps((values, calls, problem, is_its_mistake)))
         os._exit(0)
     for descriptor in settings["sockets"]:
         os.close(descriptor)

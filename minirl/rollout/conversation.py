@@ -81,6 +81,8 @@ class Segment:
     answer_begin: int = 0  # Where the last completion begins in `tokens`,
     answer_end: int = 0  # and where it ends.
     images: list[ImageSpan] = field(default_factory=list)
+    #: Of an agent's chat: the messages from the first that was sampled on.
+    messages: list[dict] = field(default_factory=list)
     routes: np.ndarray | None = None  # Of the tokens at the beginning that have some.
 
     def append_prompt(self, prompt: Prompt) -> None:

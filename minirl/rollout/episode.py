@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import numbers
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from minirl.data.messages import why_no_messages
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.errors import UserError
 from minirl.reading import is_unicode
+from minirl.rewards import Answer, RewardCall
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
 from minirl.rollout.engine import Sampling
@@ -48,6 +49,7 @@ class Episode:
     conversation: Conversation
     segment: Segment = UNSET  # The one that goes on, once it has begun.
     messages: list[dict] = field(default_factory=list)
+    num_prompt_messages: int = 0  # Of `messages`, those before the first completion.
     sampling: Sampling
     request: Request | None = None  # For the completion that is being sampled.
     turn: int = 0  # Completions so far.
@@ -61,13 +63,14 @@ class Episode:
     refusal: str = ""  # Of an agent's last request that the endpoint refused.
     # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
     outcome: Callable[[], list[Trajectory]] | None = None
+    waits: bool = False  # The rewards wait until all episodes of the group have ended.
 
     def num_sampled(self) -> int:
         """Return the number of tokens sampled so far; 0 if the episode was dropped.
 
         Waits for the rewards if the episode has ended.
         """
-        if self.outcome:
+        if self.outcome and not self.waits:
             return sum(int(t.sampled.sum()) for t in self.outcome())
         unfinished = len(self.request.done.tokens) if self.request else 0
         return self.conversation.num_sampled() + unfinished
@@ -145,13 +148,66 @@ class EpisodeRunner:
                 ) from failure
             self._apply_result(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
 
-    def finish(self, e: Episode) -> list[Trajectory]:
-        """Score an episode that has ended, and return its trajectories. Called in a thread.
+    def score(self, e: Episode) -> Answer | None:
+        """Score the last answer of an episode, as far as others of its group do not matter.
+
+        Called in a thread.
+
+        Returns:
+            The answer; None: nothing scores it.
 
         Raises:
             UserError: a reward function failed.
         """
-        if self._is_dropped(e):
+        if self.is_dropped(e) or e.error or not e.env.graded:
+            return None
+        tokens = e.conversation.last_completion()
+        call = RewardCall(tokens=tokens, messages=self._messages_since_prompt(e))
+        answer = Answer(row=e.row, completion=e.answer, call=call)
+        self.rewards.score_alone(answer)
+        return answer
+
+    def finish(self, e: Episode) -> list[Trajectory]:
+        """Score an episode alone, and return its trajectories. Called in a thread.
+
+        Raises:
+            UserError: a reward function failed.
+        """
+        [trajectories] = self.finish_together([e], [self.score(e)])
+        return trajectories
+
+    def finish_together(
+        self, episodes: Sequence[Episode], answers: Sequence[Answer | None]
+    ) -> list[list[Trajectory]]:
+        """Let functions compare the answers of a group. Called in a thread.
+
+        Args:
+            episodes: of a group, which have ended.
+            answers: `score` of each.
+
+        Returns:
+            The trajectories of each.
+
+        Raises:
+            UserError: a reward function failed.
+        """
+        scored = [answer for answer in answers if answer]
+        if scored:
+            self.rewards.score_together(scored)
+        return [self._trajectories(e, answer) for e, answer in zip(episodes, answers, strict=True)]
+
+    def _messages_since_prompt(self, e: Episode) -> list[dict]:
+        """Return what was said since the prompt, if it was said in messages."""
+        if isinstance(e.env, Agent):
+            return e.conversation.segments[-1].messages if e.conversation.segments else []
+        since = e.messages[e.num_prompt_messages :]
+        if not since:
+            return []
+        return [*since[:-1], {**since[-1], "content": e.answer}]  # without special tokens
+
+    def _trajectories(self, e: Episode, answer: Answer | None) -> list[Trajectory]:
+        """Return the trajectories of an episode; `answer`: its last one, if it was scored."""
+        if self.is_dropped(e):
             return []
         info = {
             "prompt": plain(e.row["prompt"]),
@@ -175,8 +231,8 @@ class EpisodeRunner:
         if e.endpoint:
             info["endpoint"] = e.endpoint
         reward = e.reward
-        if not e.error and e.env.graded:
-            reward += self.rewards(e.row, e.answer, info, e.conversation.last_completion())
+        if answer:
+            reward += self.rewards.total(answer, info)
         return e.conversation.trajectories(
             group=e.ticket,
             episode=e.number,
@@ -187,10 +243,11 @@ class EpisodeRunner:
 
     def count_if_dropped(self, e: Episode) -> None:
         """Count the tokens of an episode that has ended, if it is not trained on."""
-        if self._is_dropped(e):
+        if self.is_dropped(e):
             self.engine_loop.discarded_tokens += e.conversation.num_sampled()
 
-    def _is_dropped(self, e: Episode) -> bool:
+    def is_dropped(self, e: Episode) -> bool:
+        """Return whether an episode that has failed is left out of its group."""
         return bool(e.error) and self.cfg.on_error == "drop"
 
     async def _run_to_end(self, e: Episode) -> None:
@@ -322,6 +379,8 @@ class EpisodeRunner:
         if messages is not None:
             _check_messages(messages)
             e.messages = history + attach(messages, result.images)
+            if not e.turn:
+                e.num_prompt_messages = len(e.messages)
             e.segment = e.conversation.continue_with_messages(e.messages)
         elif observation and isinstance(observation, list | str):
             if isinstance(observation, list):

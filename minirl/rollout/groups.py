@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from minirl.errors import require
+from minirl.rewards import Answer
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import IsEnough
 from minirl.types import Trajectory
@@ -18,6 +21,10 @@ class Group:
     version: int  # Optimizer steps that the weights had seen when it began.
     episodes: list[Episode]
     tasks: list[asyncio.Task] = field(default_factory=list)  # Of the episodes that run here.
+    # Where reward functions compare the completions: of episodes that have ended, what other
+    # functions gave, by number; and of all, once the last has ended, their trajectories.
+    scored: dict[int, Future[Answer | None]] = field(default_factory=dict)
+    compared: Future[dict[int, list[Trajectory]]] | None = None
 
     @property
     def finished(self) -> bool:
@@ -31,6 +38,11 @@ class Group:
             UserError: a reward function failed.
         """
         return sum([e.outcome() for e in self.episodes if e.outcome], [])
+
+    def trajectories_of(self, number: int) -> list[Trajectory]:
+        """Return the trajectories of an episode whose answer is compared with the others'."""
+        assert self.compared, "the group goes on"
+        return self.compared.result()[number]
 
     def num_sampled(self) -> int:
         """Return the number of tokens that have been sampled for it, but for dropped episodes."""
@@ -171,6 +183,23 @@ class GroupScheduler:
             return
         self._num_active -= 1
         self.runner.count_if_dropped(episode)
-        episode.outcome = self.runner.pool.submit(self.runner.finish, episode).result
+        if self.runner.rewards.together and not self.runner.is_dropped(episode):
+            episode.waits = True
+            episode.outcome = partial(group.trajectories_of, episode.number)
+            group.scored[episode.number] = self.runner.pool.submit(self.runner.score, episode)
+        else:
+            episode.outcome = self.runner.pool.submit(self.runner.finish, episode).result
         if group.finished:
             self._finished_versions.append(group.version)
+            if group.scored:
+                # The pool is first in, first out: what it waits for is done or under way.
+                group.compared = self.runner.pool.submit(self._compare, group)
+            for each in group.episodes:
+                each.waits = False
+
+    def _compare(self, group: Group) -> dict[int, list[Trajectory]]:
+        """Return the trajectories of episodes whose answers reward functions compare, by number."""
+        episodes = [e for e in group.episodes if e.number in group.scored]
+        answers = [group.scored[e.number].result() for e in episodes]
+        trajectories = self.runner.finish_together(episodes, answers)
+        return {e.number: own for e, own in zip(episodes, trajectories, strict=True)}

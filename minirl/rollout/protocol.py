@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import EndpointConfig
 from minirl.data import images
-from minirl.data.messages import read_template_kwargs
+from minirl.data.messages import for_template, read_template_kwargs
 from minirl.data.vision_base import Vision
 from minirl.errors import UserError, require
 from minirl.rollout.conversation import Conversation, to_message
@@ -271,11 +271,7 @@ def _to_template_message(
 ) -> JSONObject:
     """Return a message as chat templates want it; the policy's own as it was sampled."""
     role = message["role"]
-    content = _to_template_content(message.get("content") or "")
-    tool_calls = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        tool_calls.append((function["name"], json.loads(function["arguments"])))
+    content, tool_calls = _content_and_calls(message)
     if role == "assistant":
         sampled_text = sampled_texts.get(completion_key(content, tool_calls))
         if sampled_text is not None:
@@ -290,6 +286,41 @@ def _to_template_message(
             for name, arguments in tool_calls
         ]
     return template_message
+
+
+def _content_and_calls(message: JSONObject) -> tuple[Content, list[ToolCall]]:
+    """Return what a message says, and the calls of tools in it."""
+    tool_calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        tool_calls.append((function["name"], json.loads(function["arguments"])))
+    return _to_template_content(message.get("content") or ""), tool_calls
+
+
+def messages_since_prompt(
+    messages: list[JSONObject], sampled_texts: dict[str, str]
+) -> list[JSONObject]:
+    """Return the messages from the first one that the session has sampled, for reward functions.
+
+    Calls have mappings for arguments, and replies of tools the names of these.
+
+    Args:
+        messages: of a request.
+        sampled_texts: as `CompletionRequest.render_prompts` has them.
+    """
+    names = {}
+    since: list[JSONObject] = []
+    for message in messages:
+        is_sampled = message["role"] == "assistant" and (
+            completion_key(*_content_and_calls(message)) in sampled_texts
+        )
+        for call in message.get("tool_calls") or ():
+            names[call.get("id")] = call["function"]["name"]
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message = {"name": names[message["tool_call_id"]], **message}
+        if since or is_sampled:
+            since.append(message)
+    return for_template(since)
 
 
 def _to_template_content(content: Content) -> Content:

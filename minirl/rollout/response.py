@@ -20,6 +20,7 @@ from minirl.rollout.protocol import (
     check_length,
     completion_key,
     event,
+    messages_since_prompt,
 )
 from minirl.serving.limits import BadRequest
 
@@ -176,6 +177,13 @@ class PendingResponse:
         sampled_text = segment.append_completion(completion, conversation.tokenizer)
         key = completion_key(choice.visible_text, choice.tool_calls)
         self.session.sampled_texts[key] = sampled_text
+        if self.request.messages is not None:
+            message: JSONObject = {"role": "assistant", "content": choice.visible_text}
+            if choice.tool_calls:
+                message["tool_calls"] = choice.calls_to_send()
+            segment.messages = messages_since_prompt(
+                [*self.request.messages, message], self.session.sampled_texts
+            )
         self._chunks.put_nowait(choice.next_chunk())
         return len(completion.tokens)
 

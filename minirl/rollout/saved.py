@@ -7,8 +7,8 @@
                  else where it stands, with the plain values of its environment (plain.py). None if
                  the group begins anew.
 
-A group begins anew if an agent's episode goes on in it, or an environment holds what is no plain
-value and is not in a new environment either.
+A group begins anew if an agent's episode goes on in it, an environment holds what is no plain value
+and is not in a new environment either, or reward functions are to compare its completions.
 """
 
 import dataclasses
@@ -59,8 +59,10 @@ def write_group(group: Group) -> str:
 
 
 def _cannot_go_on(e: Episode) -> bool:
-    """Whether an episode has not ended, and is an agent's or has no environment yet."""
-    return not e.outcome and (e.env is UNSET or isinstance(e.env, Agent))
+    """Whether an episode waits for others of its group, or is an agent's, or has not begun."""
+    if e.outcome:
+        return e.waits
+    return e.env is UNSET or isinstance(e.env, Agent)
 
 
 def write_anew(ticket: int, num_sampled: list[int]) -> str:
@@ -114,6 +116,7 @@ def _save_episode(e: Episode) -> dict:
         "request": _save_request(e.request) if e.request else None,
         "sampling": dataclasses.asdict(e.sampling),
         "rendered_prompt": e.row["rendered_prompt"],
+        "num_prompt_messages": e.num_prompt_messages,
         "turn": e.turn,
         "answer": e.answer,
         "stopped": e.stopped,
@@ -139,6 +142,7 @@ def _restore_episode(new: Episode, saved: dict) -> Episode:
         new,
         row=row,
         sampling=_restore_sampling(saved["sampling"]),
+        num_prompt_messages=saved["num_prompt_messages"],
         turn=saved["turn"],
         answer=saved["answer"],
         stopped=saved["stopped"],
