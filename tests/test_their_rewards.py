@@ -660,7 +660,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_what_no_completion_can_mend_is_refused_at_the_first_call(file, name):
+def test_a_mistake_of_the_function_is_refused_at_the_first_call(file, name):
     text, message = MISTAKES[name]
     prefix = f"{name.split()[-1]}:" if name.split()[-1] in ("trl", "verl") else ""
     with pytest.raises(UserError, match=message):
