@@ -199,7 +199,7 @@ def test_trl_rewards_get_columns_as_lists(file):
     assert (
         make_rewards(RewardConfig(function=f"trl:{path}:none"))(ROW, "42") == 0.0
     )  # does not apply
-    with pytest.raises(UserError, match="raised ValueError: too many values"):
+    with pytest.raises(UserError, match="raised ValueError: it returned 2 values"):
         make_rewards(RewardConfig(function=f"trl:{path}:two"))(ROW, "42")
     with pytest.raises(UserError, match="has no function three"):
         make_rewards(RewardConfig(function=f"trl:{path}:three"))
