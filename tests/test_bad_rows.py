@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 
 from in_memory import ALONE, read_all
@@ -264,6 +265,13 @@ SOURCES = {
     "other columns": ("a.csv", "q,a\n1,2\n", "data.prompt_key"),
     "only blank lines": ("a.jsonl", "\n \n\t\n", "no rows"),
 }
+
+
+def test_a_parquet_file_without_rows(tmp_path):
+    file = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"prompt": ["a"]}).select([]).to_parquet(str(file))
+    with pytest.raises(UserError, match=r"^data.train = .*a.parquet: no rows"):
+        read_all(open_prompts(str(file), "data.train", DataConfig(), ALONE))
 
 
 @pytest.mark.parametrize("name", SOURCES)

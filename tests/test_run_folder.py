@@ -255,6 +255,7 @@ def test_export_takes_the_newest_that_is_whole(saved, tmp_path):
     model, run, _ = saved
     cfg = RLConfig(output=str(run))
     cfg.policy.model = str(model)
+    cfg.policy.dtype = "float32"  # a run's config.yaml says what auto stood for
     damage = ("state/__1_0.distcp", flip)
     for number, (best, flags, says) in enumerate(
         (
@@ -502,6 +503,29 @@ def test_metadata_that_is_none_is_one_error(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=r"\.metadata cannot be read"):
         reading.read_metadata(tmp_path)
+
+
+def enlarge(path):
+    """Let a weight have 2**60 numbers."""
+    metadata = pickle.loads(path.read_bytes())
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    metadata.state_dict_metadata[name].size = torch.Size([2**60])
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_weight_larger_than_its_files_is_refused(saved, tmp_path):
+    shutil.copytree(saved[1], tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step-2"
+    enlarge(checkpoint / "state/.metadata")
+    with pytest.raises(UserError, match=r"has 1152921504606846976 numbers, more than its files"):
+        reading.saved_shapes(checkpoint)
+
+
+def test_rollouts_that_are_no_text_are_one_error(tmp_path):
+    (tmp_path / "rollouts-0.jsonl").write_bytes(b"\xff\xfe\x00")
+    mesh = SimpleNamespace(rank=0, world_size=1)
+    with pytest.raises(UserError, match=r"resume: .*rollouts-0.jsonl cannot be read: .*utf-8"):
+        state.load_rollouts(tmp_path, mesh)
 
 
 class Attribute:

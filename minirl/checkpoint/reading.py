@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch writes into `.metadata`: classes that hold values, and one function that returns one.
@@ -144,11 +144,22 @@ def read_state(checkpoint: Path, state: dict, *, alone: bool = False) -> None:
 
 
 def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
-    """Return the shape of every weight of a model; a tied head may be there under both names."""
-    entries = read_metadata(checkpoint / "state").state_dict_metadata
+    """Return the shape of every weight of a model; a tied head may be there under both names.
+
+    Raises:
+        UserError: the metadata cannot be read, or a weight is larger than all files together.
+    """
+    folder = checkpoint / "state"
+    entries = read_metadata(folder).state_dict_metadata
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     start = f"{prefix}model."
-    return {
-        name.removeprefix(start): entry.size
-        for name, entry in entries.items()
-        if name.startswith(start) and isinstance(entry, TensorStorageMetadata)
-    }
+    shapes = {}
+    for name, entry in entries.items():
+        if name.startswith(start) and isinstance(entry, TensorStorageMetadata):
+            require(
+                entry.size.numel() <= num_bytes,
+                f"{folder / '.metadata'}: {name} has {entry.size.numel()} numbers, more than its "
+                "files hold; go on from another checkpoint, or start in another output folder",
+            )
+            shapes[name.removeprefix(start)] = entry.size
+    return shapes

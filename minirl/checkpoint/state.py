@@ -298,13 +298,21 @@ def load_rollouts(checkpoint: Path, mesh: Mesh) -> list[list[str]]:
     """Return the unfinished episodes, as `Saver.rollouts` gave them on each rank.
 
     If as many ranks saved as there are now, each reads its own, and those of others are empty.
+
+    Raises:
+        UserError: a file of them cannot be read, or is no text.
     """
 
     def path(rank: int) -> Path:
         return checkpoint / f"rollouts-{rank}.jsonl"
 
     def read(rank: int) -> list[str]:
-        return path(rank).read_text().splitlines()
+        try:
+            return path(rank).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"resume: {path(rank)} cannot be read: {error}; go on from another checkpoint"
+            ) from error
 
     # Two looks at names, because a listing of the folder would be as long as there are ranks.
     if path(mesh.world_size - 1).exists() and not path(mesh.world_size).exists():

@@ -148,9 +148,12 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
 def _read_parquet(path: Path, label: str) -> "datasets.Dataset":
     import datasets
     from datasets.exceptions import DatasetsError
+    from pyarrow.parquet import read_metadata
 
     datasets.disable_progress_bars()
     try:
+        # Without rows `datasets` says no more than that an error occurred.
+        require(read_metadata(path).num_rows, f"{label}: no rows")
         return datasets.Dataset.from_parquet(str(path))
     except (DatasetsError, OSError, ValueError) as error:
         raise UserError(
