@@ -182,7 +182,8 @@ def evaluate(
         2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
         `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
-        `num_shown` prompts.
+        `num_shown` prompts, and `last_turn` where an environment has several: of its answers the
+        last one, which is what reward functions grade.
 
     Raises:
         UserError: no prompt got an answer.
@@ -221,6 +222,8 @@ def evaluate(
                 "answer": t.info["completion"],
                 "reward": t.reward,
             }
+            if "last_turn" in t.info:
+                answers[t.group]["last_turn"] = t.info["last_turn"]
     for of_rank in sampler.mesh.gather(answers):
         answers |= of_rank
     return {

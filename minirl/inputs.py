@@ -145,7 +145,7 @@ class Inputs:
             f"({num_dropped} dropped as too long)"
         )
         if num_doubles:
-            text += f", {num_doubles} rows left out that equal others"
+            text += f", {num_doubles} left out because they equal others"
         return text
 
     def folders(self) -> dict[str, Path]:

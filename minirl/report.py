@@ -180,10 +180,10 @@ def show(folder: Path, summary: dict, scores: dict[str, float | None]) -> None:
 
 
 def table(summary: dict, scores: dict[str, float | None]) -> str:
-    """Return the closing table: decimals only of small numbers, and a dash for None."""
+    """Return the closing table: decimals only of small numbers, and no line for None."""
     of_gpu = {f"GPU GiB, {name}": value for name, value in summary["gpu_memory_gib"].items()}
     blocks = [
-        {f"held-out {title}": value for title, value in scores.items()},
+        {f"held-out {title}": value for title, value in scores.items() if value is not None},
         {f"tokens/s, {kind}": v for kind, v in summary["tokens_per_second_by_phase"].items()},
         {f"seconds, {name}": value for name, value in summary["seconds"].items()},
         summary["sizes"] | of_gpu | {"peak memory of a rank, MiB": summary["peak_rss_mb"]},
@@ -194,12 +194,8 @@ def table(summary: dict, scores: dict[str, float | None]) -> str:
     lines = [rule]
     for block in blocks:
         for name, value in block.items():
-            if value is None:
-                shown = "-"
-            elif abs(value) < 10:
-                shown = f"{value:.3f}"
-            else:
-                shown = f"{value:,.0f}"
+            shown = f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"
             lines.append(f"{name:<{width}}  {shown:>10}")
-        lines.append(rule)
+        if block:
+            lines.append(rule)
     return "\n".join(lines)

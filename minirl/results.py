@@ -94,7 +94,8 @@ def describe(answers: list[dict[str, Any]]) -> str:
             prompt = prompt[-1]["content"]
         # The content of a message may be a list of parts.
         prompt = " ".join(str(prompt).split())[-70:]
-        answer = " ".join(entry["answer"].split())[:90]
+        # Of several turns the last one: the whole begins with what the policy read.
+        answer = " ".join(entry.get("last_turn", entry["answer"]).split())[:90]
         lines.append(f"  [{entry['reward']:.2f}] {prompt} -> {answer}")
     return "\n".join(lines)
 
@@ -106,5 +107,8 @@ def full_text(answers: list[dict[str, Any]]) -> str:
         prompt = entry["prompt"]
         if not isinstance(prompt, str):
             prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-        texts.append(f"reward {entry['reward']:.4g}\n{prompt}\n-> {entry['answer']}")
+        text = f"reward {entry['reward']:.4g}\n{prompt}\n-> {entry['answer']}"
+        if "last_turn" in entry:
+            text += f"\nlast turn: {entry['last_turn']}"
+        texts.append(text)
     return "\n\n".join(texts)

@@ -3,6 +3,7 @@
 Whatever a run cannot use is refused here, before a model is loaded.
 """
 
+import os
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,9 @@ from minirl.data.prompts import LengthBound
 from minirl.data.rows import Rows, errors_at
 from minirl.data.split import Mark, read_rows
 from minirl.errors import UserError
+from minirl.log import say
 from minirl.parallel.mesh import Mesh
+from minirl.reading import is_file
 from minirl.rewards.functions import Rewards
 
 # What is noted of a prompt's row while it is read.
@@ -94,6 +97,15 @@ class PromptChecks:
                 self.rewards.check_row(rows[number])
 
 
+def _places(sources: str | list[str]) -> set[str]:
+    """Return where rows come from: of files the whole paths, without their options."""
+    places = set()
+    for source in [sources] if isinstance(sources, str) else sources:
+        file, _, _ = source.partition("?")
+        places.add(os.path.realpath(file) if is_file(file) else source)
+    return places
+
+
 def load_splits(
     open_rows: Callable[..., Rows],
     data: RowsConfig,
@@ -117,6 +129,12 @@ def load_splits(
     train = open_rows(data.train, "data.train", data, mesh)
     if not data.eval:
         return read_rows(train, mesh, seed, data.held_out, mark)
+    both = _places(data.train) & _places(data.eval)
+    if both and mesh.rank == 0:
+        say(
+            f"data.eval and data.train both name {', '.join(sorted(both))}: held-out scores are of "
+            "rows that are trained on; data.held_out sets some rows aside instead"
+        )
     held_out = open_rows(data.eval, "data.eval", data, mesh)
     held_out.missing.clear()  # Held-out rows need not have every column that is named.
     train, _ = read_rows(train, mesh, seed, mark=mark)

@@ -99,7 +99,8 @@ class TrainingRun:
             num_trained = sum(p.numel() for p in lora.trained(policy.model).values())
             of_which = f" and {num_trained / 1e6:.2f}M in adapters, which are trained"
         self.log.say(
-            f"{mesh.world_size} ranks on {mesh.device.type}, {num_parameters / 1e6:.2f}M "
+            f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)} on {mesh.device.type}, "
+            f"{num_parameters / 1e6:.2f}M "
             f"parameters{of_which}, {description}; writing {self.output}"
         )
         if self.resumed_from:

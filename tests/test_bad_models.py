@@ -14,6 +14,7 @@ import pytest
 import tiny
 from harness import ranks
 from in_memory import ALONE
+from minirl import results
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
 from minirl.config.policy import PolicyConfig
@@ -376,6 +377,7 @@ class Answers:
         self.engine = SimpleNamespace(cfg=SimpleNamespace(max_model_len=60))
         self.at_work = contextlib.nullcontext
         self.watch = Watch()
+        self.version = 0
 
     async def generate_for_episode(self, request):
         return Completion([10], [-0.5], stopped=True, versions=[0])
@@ -453,9 +455,24 @@ def test_an_environment_may_show_an_empty_text():
     assert not e.error and e.turn == 1
 
 
-def played(env: Env) -> Episode:
-    cfg = EvaluateConfig(env=EnvConfig(max_turns=4, max_tokens=40), data=DataConfig())
-    runner = EpisodeRunner(Answers(), None, cfg)  # type: ignore[arg-type]
+def test_the_last_turn_is_kept_for_people():
+    """It is what they are shown: the whole begins with what the policy read."""
+    runner = make_runner(name="mine.py:Scripted")
+    e = played(Scripted("what the policy read", DONE), runner)
+    (t,) = runner.finish(e)
+    assert t.info["last_turn"] == e.answer and "policy read" in t.info["completion"]
+    entry = {"prompt": "", "answer": t.info["completion"], "last_turn": "4", "reward": 0.0}
+    assert results.describe([entry]) == "  [0.00]  -> 4"
+    assert results.full_text([entry]).endswith(f"<|assistant|>{e.answer}\nlast turn: 4")
+
+
+def make_runner(**env: object) -> EpisodeRunner:
+    cfg = EvaluateConfig(env=EnvConfig(max_turns=4, max_tokens=40, **env), data=DataConfig())
+    return EpisodeRunner(Answers(), None, cfg)  # type: ignore[arg-type]
+
+
+def played(env: Env, runner: EpisodeRunner | None = None) -> Episode:
+    runner = runner or make_runner()
     e = Episode(
         ticket=0,
         number=0,

@@ -457,7 +457,7 @@ def test_an_evaluation_is_interrupted_and_begins_anew(folder, tmp_path):
     job.wait_for((folder / "scoring").exists, 300)
     agent = job.agents[0]
     os.kill(agent.ranks()[0].pid, signal.SIGUSR1)
-    job.wait_for(lambda: "the last thing to do" in agent.log.read_text())
+    job.wait_for(lambda: "the run ends after this step" in agent.log.read_text())
     (folder / "told").touch()
     began = time.monotonic()
     ended = job.end(SECONDS)

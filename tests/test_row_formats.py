@@ -384,7 +384,7 @@ def test_rows_of_the_page_are_prompts(model, tmp_path, name):
     ]
     ended = fork("minirl.rl", [*given, *more], tmp_path / "log", 500)
     assert ended.code == 0, ended.err
-    assert "2 rows left out that equal others" in ended.err
+    assert "2 left out because they equal others" in ended.err
     tokenizer = tokenizer_of()
     dumped = (tmp_path / "out" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()
     for record in map(json.loads, dumped):

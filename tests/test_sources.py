@@ -31,6 +31,7 @@ from minirl.data.split import read_rows
 from minirl.data.turns import encode_chat
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
+from minirl.row_checks import load_splits
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "Count."}
@@ -680,3 +681,24 @@ def test_settings_out_of_their_bounds_are_refused():
             UserError, match=rf"{name.replace('-', '_')} = {value} should be greater than"
         ):
             parse_flags(EvaluateConfig, [f"--{name}", str(value)])
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "is_said"),
+    [
+        ("{}/a.jsonl", "{}/link.jsonl", True),
+        (["{}/b.jsonl?weight=1", "{}/a.jsonl?weight=2"], "{}/a.jsonl", True),
+        ("{}/a.jsonl", "{}/b.jsonl", False),
+        ("reasoning_gym:chain_sum?size=9&seed=1", "reasoning_gym:chain_sum?size=9&seed=2", False),
+    ],
+)
+def test_held_out_rows_that_are_trained_on_are_said(tmp_path, capfd, train, held_out, is_said):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "c"}\n')
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    sources = [train] if isinstance(train, str) else train
+    train = [source.format(tmp_path) for source in sources]
+    cfg = DataConfig(train=train, eval=held_out.format(tmp_path))
+    load_splits(open_prompts, cfg, 0, ALONE, lambda row: 0)
+    said = f"data.eval and data.train both name {tmp_path}/a.jsonl: held-out scores are of rows"
+    assert (said in capfd.readouterr().err) == is_said

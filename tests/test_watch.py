@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minirl import log, results, trackers
+from minirl import log, report, results, trackers
 from minirl.config.shared import LogConfig
 from minirl.errors import UserError
 from minirl.parallel import watch
@@ -196,11 +196,23 @@ def test_control_characters_are_escaped_on_a_terminal(tmp_path, capsys, monkeypa
     assert out.count(HARMLESS) == 2 and "\x1b" not in out
 
     monkeypatch.setattr(watch, "leave", lambda code: None)
-    report = tmp_path / "report.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    reason = tmp_path / "reason.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reason))
     watch.Watch().end_all(HOSTILE, 2)
     assert HARMLESS in capsys.readouterr().err
-    assert json.loads(report.read_text())["message"]["message"].endswith(HARMLESS)
+    assert json.loads(reason.read_text())["message"]["message"].endswith(HARMLESS)
+
+
+def test_the_closing_table_has_no_line_for_what_was_not_done():
+    scores = report.accuracies({"before_rl": {"scores": {"accuracy": 0.25}}})
+    summary = {"gpu_memory_gib": {}, "tokens_per_second_by_phase": {}, "seconds": {"rollout": 12.0}}
+    text = report.table(summary | {"sizes": {}, "peak_rss_mb": 1234.0}, scores)
+    assert [line.split("  ")[0] for line in text.splitlines() if not line.startswith("--")] == [
+        "held-out accuracy before RL",
+        "seconds, rollout",
+        "peak memory of a rank, MiB",
+    ]
+    assert "---\n---" not in text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -366,7 +366,7 @@ class Watch:
             self._had_interrupt = True
         if not self.requested:
             self.requested = True
-            text = f"{number.name}: the checkpoint of this step is the last thing to do"
+            text = f"{number.name}: the run ends after this step, with a checkpoint"
             self._say_once(text, key=f"{STOP}/told")
             with contextlib.suppress(dist.DistError):
                 if store is not None:

@@ -222,6 +222,7 @@ class EpisodeRunner:
         if self.cfg.name != "single_turn":
             # The whole text, because what the row asks for need not be in the last completion.
             info["completion"] = "\n".join(s.text for s in e.conversation.segments)
+            info["last_turn"] = e.answer  # What reward functions get, if there are any.
             info["env"] = {
                 "turns": e.turn,
                 "truncated": float(e.truncated),
