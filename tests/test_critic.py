@@ -149,6 +149,7 @@ def step(mesh, folder, budget, sequence):
         batches,
         advantages.find("gae"),
         algo,
+        dtype=policy.output_dtype,
         sum_over_ranks=mesh.data_sums,
         max_over_ranks=mesh.maxima,
         gather_rows=mesh.gather_rows,
