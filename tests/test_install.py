@@ -168,10 +168,11 @@ def test_ci_installs_a_browser_where_there_is_none(tmp_path, browser):
 def wheel(tmp_path_factory) -> Path:
     """What a wheel of this repository installs."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("minirl", "configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     flags = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "out", "."]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *flags], cwd=folder, check=True)
     (built,) = (folder / "out").glob("minirl-*.whl")
@@ -181,7 +182,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", ["configs/quickstart_rl.yaml", "quickstart_rl"])
 def test_recipes_of_a_wheel_are_found_by_name_from_any_folder(wheel, tmp_path, name):
-    installed = {path.name for path in (wheel / "minirl" / "recipes").iterdir()}
+    installed = {path.name for path in (wheel / "minirl" / "recipes").glob("*.yaml")}
     assert installed == {path.name for path in (ROOT / "configs").glob("*.yaml")}
     code = (
         "from minirl.config import parse, rl\n"

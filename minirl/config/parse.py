@@ -23,9 +23,8 @@ from minirl.config.yaml_text import parse_yaml, to_yaml
 from minirl.errors import DONE, UserError, require
 from minirl.reading import is_file, read_text, why_no_text
 
-# Where the recipes are: in an installed wheel, and in a clone.
-PACKAGE = Path(__file__).parent.parent
-RECIPES = (PACKAGE / "recipes", PACKAGE.parent / "configs")
+# Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
+RECIPES = Path(__file__).parent.parent / "recipes"
 
 # More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
 MOST_VALUES = 10_000
@@ -196,10 +195,9 @@ def find_recipe(path: str) -> str:
     """
     folder, name = os.path.split(path)
     if path and not is_file(path) and folder in ("", "configs"):
-        for recipes in RECIPES:
-            recipe = recipes / (name if name.endswith(".yaml") else f"{name}.yaml")
-            if is_file(recipe):
-                return str(recipe)
+        recipe = RECIPES / (name if name.endswith(".yaml") else f"{name}.yaml")
+        if is_file(recipe):
+            return str(recipe)
     return path
 
 
