@@ -728,6 +728,7 @@ class Answered(Group):
                 logprobs=np.zeros(2, np.float32),
                 reward=reward,
                 group=self.ticket,
+                info={"answer_tokens": 1},
                 episode=e,
             )
             for e, reward in enumerate(self.episodes)
