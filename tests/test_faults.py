@@ -319,7 +319,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise(folder, tmp_
     print(f"SIGUSR1: ended after {seconds:.1f} s")
     assert ended.code == 0, ended.err
     assert "Traceback" not in ended.err and not ended.errors()
-    assert ended.err.count("SIGUSR1: the checkpoint of this step") == 1
+    assert ended.err.count("SIGUSR1: the run ends after this step") == 1
     (saved,) = finished(out)
     assert saved < 12 and steps(out) == list(range(saved))
     assert f"stopped by a signal after {saved} steps; saved" in ended.err
@@ -355,7 +355,7 @@ def test_torchrun_passes_signals_on_and_waits(folder, tmp_path, number):
     ended, seconds = stop(job, number, [job.agents[0].process])
     print(f"{number.name}: ended after {seconds:.1f} s")
     assert not any(p.is_running() for p in ranks)
-    assert ended.err.count(f"{number.name}: the checkpoint of this step") == 1, ended.err
+    assert ended.err.count(f"{number.name}: the run ends after this step") == 1, ended.err
     assert ended.err.count("stopped by a signal after") == 1
     assert " crashed\n" not in ended.err and "Traceback" not in ended.err and not ended.errors()
     assert list(finished(out)) == [len(steps(out, "train"))]
@@ -370,7 +370,7 @@ def test_a_second_interrupt_ends_all_at_once(folder, tmp_path):
     job.wait_for((tmp_path / "out/metrics.jsonl").exists)
     time.sleep(1)
     os.kill(job.agents[0].process.pid, signal.SIGINT)
-    job.wait_for(lambda: "SIGINT: the checkpoint" in printed(), 30)
+    job.wait_for(lambda: "SIGINT: the run ends" in printed(), 30)
     ended, seconds = stop(job, signal.SIGINT, [job.agents[0].process])
     print(f"second SIGINT: ended after {seconds:.1f} s")
     assert ended.err.count("ended at once, nothing is saved; go on with --resume") == 1, ended.err
