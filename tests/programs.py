@@ -11,6 +11,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,8 @@ AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    # Kernels that torch.compile has kept for one of the two CPUs crash on the other.
+    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_avx2",
 }
 
 
