@@ -486,6 +486,7 @@ def test_what_somebody_put_into_a_checkpoint_does_not_run(saved, tmp_path, place
     assert failed.value.kind == "UserError" and not mark.exists()
     cfg = RLConfig(output=str(copy))
     cfg.policy.model = str(model)
+    cfg.policy.dtype = "bfloat16"  # as a run writes it
     save_config(cfg, copy / "config.yaml")
     if exported:  # the weights are good, and nothing else is read
         ranks(1, export_with, copy, None, {})
