@@ -27,7 +27,11 @@ class Setting:
     section: type  # The class that it belongs to.
     value: str  # What may be given; empty: it is a switch.
     default: object  # dataclasses.MISSING: there is none.
-    description: str  # Sentences, or empty.
+
+    @property
+    def description(self) -> str:
+        """Return what it means, as sentences; empty if nothing is said. Reads the class's file."""
+        return describe(self.section, self.name.rpartition(".")[2])
 
     @property
     def is_switch(self) -> bool:
@@ -76,7 +80,6 @@ def settings_of(cls: type, values: object = None, prefix: str = "") -> Iterator[
             section=cls,
             value=_value_text(hint),
             default=default,
-            description=describe(cls, field.name),
         )
     for name, section in sections:
         inner = vars(values)[name] if values is not None else None
