@@ -286,8 +286,8 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         # Some models make much of a rounding: Gemma 4's gradients change by 9e-6 with its weights'
         # last bits, Llama's by 4e-7. Then the library is as far from what is right.
         float32 = result["float32"]
-        for what in ("values", "gradient"):
-            assert float32[what] < max(1e-5, 2 * float32["library"][what]), float32
+        for what, bound in (("values", 1e-5), ("gradient", 2e-5)):
+            assert float32[what] < max(bound, 2 * float32["library"][what]), float32
 
 
 @pytest.mark.parametrize(
