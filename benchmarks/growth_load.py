@@ -60,7 +60,7 @@ def load(folder: Path, world: int) -> None:
         host_group=dist.distributed_c10d._get_default_group(),
         store=dist.distributed_c10d._get_default_store(),
     )
-    cfg = PolicyConfig(model=str(folder))
+    cfg = PolicyConfig(model=str(folder), dtype="bfloat16")
     build.build_model(cfg, folder, mesh, trainable=True, score=False, sequence_parallel=False)
 
 
