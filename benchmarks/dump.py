@@ -18,11 +18,11 @@ import numpy as np
 import torch
 import tyro
 
+from minirl.base.log import Timer
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.data.packing import pack
 from minirl.dump import Dump
-from minirl.log import Timer
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import join_world
 from minirl.types import Trajectory

@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 
 from minirl import cli
+from minirl.base.log import Timer
 from minirl.config.rl import RLConfig
-from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.rl import Trainer
 

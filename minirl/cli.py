@@ -8,11 +8,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from minirl.base.errors import BAD_INPUT, DONE, UserError
+from minirl.base.imports import no_collections
 from minirl.config.named import check_named
 from minirl.config.parse import parse_flags
 from minirl.config.validate import check_settings
-from minirl.errors import BAD_INPUT, DONE, UserError
-from minirl.imports import no_collections
 from minirl.parallel.agent import tell_agent
 
 if TYPE_CHECKING:

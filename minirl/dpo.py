@@ -21,14 +21,14 @@ import numpy as np
 
 from minirl.algo import preference
 from minirl.algo.losses import Loss
+from minirl.base.errors import require
+from minirl.base.files import remove
+from minirl.base.reading import is_file, library_reads
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
-from minirl.errors import require
-from minirl.files import remove
 from minirl.minibatches import annotate_examples
 from minirl.parallel.machines import check_can_write, check_same
 from minirl.policy import Minibatch, Policy
-from minirl.reading import is_file, library_reads
 from minirl.reference import Reference
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory

@@ -16,6 +16,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from minirl.base.errors import require
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
@@ -26,7 +27,6 @@ from minirl.data.split import read_rows
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
-from minirl.errors import require
 from minirl.evaluation import eval_sampling, evaluate
 from minirl.inputs import ModelFiles, check_tokens, choose_dtype, find_other_model
 from minirl.model import build, families

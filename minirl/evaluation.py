@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from minirl.base.errors import UserError
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
-from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import Sampling

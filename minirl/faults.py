@@ -8,7 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from minirl.files import DISK_FAILURES
+from minirl.base.files import DISK_FAILURES
 from minirl.parallel.watch import Watch
 
 # What gloo, NCCL and the store say of other ranks.

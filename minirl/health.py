@@ -1,7 +1,7 @@
 """Whether an RL run still learns: what is wrong in several steps in a row is said once."""
 
+from minirl.base.errors import UserError
 from minirl.config.rl import DebugConfig
-from minirl.errors import UserError
 from minirl.policy import Metrics
 
 # Shares of answers, and entropies in nats a token, beyond which a step counts as ill.

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl import own_methods
+from minirl.base.errors import UserError, require
+from minirl.base.files import partial_of, publish_folder, remove, sync_files
+from minirl.base.log import say
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import finished
@@ -25,9 +28,6 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.vision import read_vision
 from minirl.data.vision_base import Vision
 from minirl.envs.registry import make_env
-from minirl.errors import UserError, require
-from minirl.files import partial_of, publish_folder, remove, sync_files
-from minirl.log import say
 from minirl.model import build, delta_net, families, loading, mixtures, routing, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor

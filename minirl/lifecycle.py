@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from minirl.base.errors import BAD_INPUT, CRASH, DONE, UserError
+from minirl.base.imports import no_collections
+from minirl.base.log import say
 from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
-from minirl.errors import BAD_INPUT, CRASH, DONE, UserError
 from minirl.faults import explain
-from minirl.imports import no_collections
-from minirl.log import say
 from minirl.parallel.launch import end_with_agent
 from minirl.parallel.machines import check_same, errors_of_machines
 from minirl.parallel.mesh import Mesh, arrange, check_gpus, open_world

@@ -8,9 +8,9 @@ import torch
 
 from minirl.algo import advantages, correction, losses
 from minirl.algo.advantages import Estimator
+from minirl.base.errors import UserError, require
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.data.packing import pack
-from minirl.errors import UserError, require
 from minirl.types import Packed, Trajectory
 
 # Rewards of the made-up answers to two prompts.

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
+from minirl.base.errors import require
+from minirl.base.log import Timer, say
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.blocks import Layout
 from minirl.data.vision import read_vision
-from minirl.errors import require
-from minirl.log import Timer, say
 from minirl.model import build, delta_rule, families, loading, lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import statistics
 import threading
 from pathlib import Path
 
-from minirl.files import remove, sync_file
+from minirl.base.files import remove, sync_file
 
 # By kind of token: the phases that generate or train on it.
 PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minirl import report
-from minirl.files import write_whole
-from minirl.log import truncate
+from minirl.base.files import write_whole
+from minirl.base.log import truncate
 
 RUNNING = "running"
 FINISHED = "finished"

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.algo import preference
 from minirl.algo.losses import Loss
+from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
-from minirl.errors import require
 from minirl.inputs import check_head, choose_dtype
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError
+from minirl.base.log import say
+from minirl.base.reading import is_file
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.data import chat
 from minirl.data.messages import has_calls
 from minirl.data.prompts import LengthBound
 from minirl.data.rows import Rows, errors_at
 from minirl.data.split import Mark, read_rows
-from minirl.errors import UserError
-from minirl.log import say
 from minirl.parallel.mesh import Mesh
-from minirl.reading import is_file
 from minirl.rewards.functions import Rewards
 
 # What is noted of a prompt's row while it is read.

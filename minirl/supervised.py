@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from minirl.algo import losses
+from minirl.base.errors import require
+from minirl.base.log import Log
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
@@ -21,7 +23,6 @@ from minirl.data import chat, images
 from minirl.data.examples import Chats, StepExamples, open_chats, to_examples
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.data.rows import Rows
-from minirl.errors import require
 from minirl.inputs import (
     Inputs,
     check_experts,
@@ -32,7 +33,6 @@ from minirl.inputs import (
     find_other_model,
     make_scratch,
 )
-from minirl.log import Log
 from minirl.minibatches import make_minibatch
 from minirl.model import families, routing
 from minirl.parallel.machines import errors_of_machines

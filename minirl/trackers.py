@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from minirl.base.errors import UserError, require
+from minirl.base.files import write_whole
 from minirl.config.shared import LogConfig
-from minirl.errors import UserError, require
-from minirl.files import write_whole
 
 
 class Tracker(abc.ABC):

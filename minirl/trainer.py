@@ -15,6 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from minirl import checkpoint, report, results, throughput
+from minirl.base.errors import require
+from minirl.base.files import remove, write_whole
+from minirl.base.log import Log, Timer, say, truncate
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.exporting import export_adapter
 from minirl.checkpoint.state import LOWER_IS_BETTER
@@ -22,10 +25,7 @@ from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
-from minirl.errors import require
-from minirl.files import remove, write_whole
 from minirl.inputs import choose_dtype
-from minirl.log import Log, Timer, say, truncate
 from minirl.model import lora
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minirl.imports import no_collections
+from minirl.base.imports import no_collections
 
 BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
 

@@ -15,6 +15,7 @@ import pytest
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
@@ -30,7 +31,6 @@ from minirl.data.prompts import Prompts
 from minirl.data.sources import open_source
 from minirl.envs.base import Raw, Session, State
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit

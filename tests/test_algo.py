@@ -11,10 +11,10 @@ import torch
 from harness import ranks
 from minirl.algo import advantages, losses, normalize
 from minirl.algo.selection import kth_largest
+from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack
-from minirl.errors import UserError
 from minirl.policy import Policy
 from minirl.rl import Trainer
 from minirl.types import Trajectory

@@ -10,10 +10,10 @@ import torch
 
 import tiny
 from harness import RankFailed, ranks
+from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rl import Trainer
 from nodes import Job, Node

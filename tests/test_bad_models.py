@@ -15,6 +15,7 @@ import tiny
 from harness import ranks
 from in_memory import ALONE
 from minirl import results
+from minirl.base.errors import UserError
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
 from minirl.config.policy import PolicyConfig
@@ -23,7 +24,6 @@ from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
 from minirl.envs.base import Env, Result
-from minirl.errors import UserError
 from minirl.evaluation import evaluate
 from minirl.inputs import check_output, find_model
 from minirl.model import build, weight_files

@@ -6,13 +6,13 @@ import datasets
 import pytest
 
 from in_memory import ALONE, read_all
+from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import open_chats
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import LengthBound, open_prompts
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.functions import make_rewards
 

@@ -8,12 +8,12 @@ import typing
 import pytest
 
 from minirl import rm
+from minirl.base.errors import UserError
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl
-from minirl.errors import UserError
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)

@@ -16,12 +16,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.base.errors import UserError
 from minirl.config.adapters import validate_lora
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
 from minirl.data.exchange import exchange
-from minirl.errors import UserError
 from minirl.model import build, routing
 from minirl.policy import Policy
 from test_gradients import batches_of, exact_norm, trajectories, worst

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from minirl.base.errors import UserError
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
 from minirl.config.policy import PolicyConfig
@@ -20,7 +21,6 @@ from minirl.config.validate import (
     validate_sampling,
     validate_supervised,
 )
-from minirl.errors import UserError
 from minirl.evaluation import eval_sampling
 
 

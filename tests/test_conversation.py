@@ -16,11 +16,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
 from minirl.data.turns import encode_chat
 from minirl.envs.base import Env, Raw, Result
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.watch import Watch
 from minirl.rollout import records, show

@@ -12,11 +12,11 @@ import reasoning_gym
 
 import tiny
 from in_memory import ALONE, memory_rows, read_all, split
+from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
 

@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.base.errors import UserError
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.data.packing import pack
-from minirl.errors import UserError
 from minirl.parallel import fsdp
 from minirl.plan import pretend
 from minirl.plan.cards import CARDS

@@ -17,11 +17,11 @@ import torch
 import yaml
 
 from harness import two_at_once
+from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.envs import tools
 from minirl.envs.base import Env, Result, State
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.plain import PlainReader, PlainWriter
 from programs import ROOT

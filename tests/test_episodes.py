@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from harness import ranks, two_at_once
+from minirl.base.errors import UserError
 from minirl.config.rl import RefitConfig, RLConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat, images
@@ -20,7 +21,6 @@ from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.envs.base import Agent, Env, Raw, Result
-from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit

@@ -8,6 +8,7 @@ import pytest
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
@@ -24,7 +25,6 @@ from minirl.envs.base import PolicyInfo, State
 from minirl.envs.openrlhf import OpenRLHF
 from minirl.envs.openrlhf_executor import OpenRLHFExecutor
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit

@@ -19,9 +19,9 @@ import tiny
 from benchmarks import growth_save
 from harness import RankFailed, ranks
 from minirl import checkpoint
+from minirl.base.errors import UserError
 from minirl.checkpoint.folder import plan_folder, spread, write_companions
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.errors import UserError
 from minirl.model import families
 from minirl.policy import Policy
 

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.config.supervised import SFTConfig
-from minirl.errors import UserError
 from minirl.faults import explain
 from minirl.health import Health
 from minirl.parallel import watch
@@ -392,7 +392,7 @@ def test_a_signal_before_the_first_step_ends_at_once(folder, tmp_path):
 
 FAILS_AFTER_A_SIGNAL = """
 import os, pathlib, signal, time
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 from minirl.parallel import watch
 from minirl.rollout.engine import RolloutEngine
 

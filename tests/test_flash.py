@@ -17,9 +17,9 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from in_memory import SeesAhead, with_images
+from minirl.base.errors import UserError
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
-from minirl.errors import UserError
 from minirl.model import attention, build, flash, flash_package, kernels, ring_package
 from minirl.model.attention import attend, packed_attention
 from minirl.model.attention_blocks import Options

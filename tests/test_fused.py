@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
-from minirl.errors import UserError
 from minirl.model import fused
 from minirl.policy import Policy
 from test_families import batch_of

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 import tiny
 from harness import ranks, two_at_once
 from minirl import checkpoint
+from minirl.base.errors import UserError
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.errors import UserError
 from minirl.model import build, mxfp4
 from minirl.model.families import check_supported
 from minirl.policy import Policy

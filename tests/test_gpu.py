@@ -19,12 +19,12 @@ import test_fused
 import tiny
 from harness import RankFailed, ranks
 from in_memory import SeesAhead, with_images
+from minirl.base.errors import UserError
+from minirl.base.log import Timer
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
-from minirl.errors import UserError
-from minirl.log import Timer
 from minirl.model import build, experts, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.attention_blocks import Options

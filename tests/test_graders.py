@@ -14,8 +14,8 @@ import psutil
 import pytest
 import reasoning_gym
 
+from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError
 from minirl.evaluation import breakdown
 from minirl.rewards import functions, graders
 from minirl.rewards.graders import GraderLimits, GraderPool, StoppedGrade

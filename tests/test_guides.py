@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data import chat
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import engine as engine_module
 from minirl.rollout.conversation import Completion, Prompt, Segment

@@ -23,6 +23,7 @@ import tiny
 from harness import ranks
 from in_memory import ALONE, read_all
 from minirl.algo import losses
+from minirl.base.errors import UserError
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig
@@ -34,7 +35,6 @@ from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import open_prompts
 from minirl.data.vision import read_vision
-from minirl.errors import UserError
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation
 from programs import ROOT, fork

@@ -22,10 +22,10 @@ import pytest
 from PIL import Image
 
 import tiny
+from minirl.base.errors import UserError
 from minirl.config.shared import EndpointConfig, LimitsConfig, RewardConfig
 from minirl.config.supervised import ServeConfig
 from minirl.data import images
-from minirl.errors import UserError
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.server import serve
 from minirl.rollout.engine import Sampling

@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 
+from minirl.base.errors import UserError
 from minirl.config.adapters import validate_lora
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
-from minirl.errors import UserError
 from minirl.model import nf4
 from test_config import changed, check_rl
 

@@ -19,12 +19,12 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention, 
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig, ScratchConfig
 from minirl.data import blocks, chat
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.data.turns import encode_chat
-from minirl.errors import UserError
 from minirl.model import attention, build, families, gemma4, kernels, loading, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy

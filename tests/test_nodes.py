@@ -26,9 +26,9 @@ from torch.distributed import run
 import tiny
 from harness import ranks
 from minirl import lifecycle
+from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
-from minirl.errors import UserError
 from minirl.inputs import Inputs, check_output
 from minirl.parallel import launch
 from minirl.parallel.launch import agree_on_name

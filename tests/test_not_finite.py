@@ -13,11 +13,11 @@ from harness import RankFailed, ranks
 from minirl import policy as policy_module
 from minirl.algo import losses
 from minirl.algo.mismatch import LIMITS, MismatchWatch
+from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RefitConfig, RLConfig
 from minirl.config.shared import EngineConfig
-from minirl.errors import UserError
 from minirl.model import weight_files
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy

@@ -9,9 +9,9 @@ import torch
 
 from minirl import own_methods
 from minirl.algo import advantages, losses
+from minirl.base.errors import UserError
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.validate import resolve_lengths, validate_rl
-from minirl.errors import UserError
 from programs import fork
 
 ALONE = {

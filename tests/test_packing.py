@@ -15,13 +15,13 @@ import torch
 
 from harness import RankFailed, ranks
 from minirl.algo import normalize
+from minirl.base.errors import UserError
 from minirl.config.policy import ParallelConfig
 from minirl.data import blocks
 from minirl.data.blocks import Layout
 from minirl.data.exchange import _Header, exchange, partition, pieces
 from minirl.data.images import ImageSpan
 from minirl.data.packing import pack
-from minirl.errors import UserError
 from minirl.parallel.mesh import Context
 from minirl.types import Trajectory
 

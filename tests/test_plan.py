@@ -31,11 +31,11 @@ from transformers import (
 import tiny
 from benchmarks import fits
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.lora import LoraConfig
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data.packing import pack
-from minirl.errors import UserError
 from minirl.model import build
 from minirl.model.attention_blocks import CHUNK
 from minirl.plan import __main__ as program

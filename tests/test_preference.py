@@ -18,6 +18,7 @@ from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows, read_all
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
+from minirl.base.errors import UserError
 from minirl.checkpoint.commands import export_checkpoint
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
@@ -33,7 +34,6 @@ from minirl.data import chat
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack, unpack
 from minirl.data.pairs import Pairs, open_pairs
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.rewards.http import RemoteReward

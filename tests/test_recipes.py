@@ -19,15 +19,15 @@ import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
 from minirl import checkpoint, dpo, generation, kto, rl, rm
+from minirl.base.errors import UserError
+from minirl.base.log import Timer
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.data.sources import open_source
-from minirl.errors import UserError
 from minirl.inputs import find_other_model
-from minirl.log import Timer
 from minirl.parallel.watch import Watch
 from minirl.plan import __main__ as planner
 from minirl.plan.command import make_plan

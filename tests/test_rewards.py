@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError
 from minirl.evaluation import breakdown
 from minirl.rewards import functions, http
 from minirl.types import Trajectory

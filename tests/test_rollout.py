@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
+from minirl.base.errors import UserError
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
@@ -34,7 +35,6 @@ from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
 from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region

@@ -13,13 +13,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.base.errors import UserError
 from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EngineConfig
 from minirl.data import blocks, routes
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
-from minirl.errors import UserError
 from minirl.inputs import check_routers
 from minirl.model import build, families
 from minirl.policy import Policy

@@ -10,6 +10,7 @@ import pytest
 
 import tiny
 from in_memory import ALONE
+from minirl.base.errors import UserError
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig, SFTConfig
@@ -19,7 +20,6 @@ from minirl.data.messages import read_template_kwargs, read_tools, why_no_messag
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Conversation
 from minirl.row_checks import marks_for_template, require_shown

@@ -12,6 +12,7 @@ import pytest
 
 from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows
+from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.data import curriculum
@@ -23,7 +24,6 @@ from minirl.data.order import Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.rows import require_column
 from minirl.data.split import choose, read_rows
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
 from minirl.rewards.functions import make_rewards

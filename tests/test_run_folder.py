@@ -25,7 +25,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
-from minirl import checkpoint, inputs, log
+from minirl import checkpoint, inputs
+from minirl.base import log
+from minirl.base.errors import UserError
+from minirl.base.files import Checksum, checksum_of, partial_of, publish_folder, write_whole
 from minirl.checkpoint import changes, checksums, finding, lock, reading, state
 from minirl.checkpoint import random_states as keeping
 from minirl.checkpoint.commands import export_checkpoint
@@ -34,9 +37,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
-from minirl.errors import UserError
 from minirl.faults import explain
-from minirl.files import Checksum, checksum_of, partial_of, publish_folder, write_whole
 from minirl.model import scratch
 from minirl.parallel.watch import Watch
 from minirl.rollout import records

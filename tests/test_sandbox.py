@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from minirl import sandbox
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 from minirl.rewards import functions
 from minirl.sandbox import Limits, run
 

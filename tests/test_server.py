@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import ranks
+from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling

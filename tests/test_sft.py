@@ -20,6 +20,7 @@ import tiny
 from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows, read_all, split
 from minirl.algo import losses
+from minirl.base.errors import UserError
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
@@ -30,7 +31,6 @@ from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.packing import pack
 from minirl.data.split import read_rows
-from minirl.errors import UserError
 from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy

@@ -17,6 +17,7 @@ from PIL import Image
 
 from harness import ranks
 from in_memory import ALONE, read_all
+from minirl.base.errors import UserError
 from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig
@@ -29,7 +30,6 @@ from minirl.data.pairs import open_pairs
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.turns import encode_chat
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.row_checks import load_splits
 

@@ -14,6 +14,7 @@ import pytest
 
 import tiny
 from minirl.algo import advantages
+from minirl.base.errors import UserError
 from minirl.config import named
 from minirl.config.describe import settings_of
 from minirl.config.help import COMMON, full_help, short_help
@@ -21,7 +22,6 @@ from minirl.config.parse import load_config, program_of
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
-from minirl.errors import UserError
 from minirl.rewards import functions
 from programs import QUICKSTART, ROOT, Ended, torchrun
 
@@ -229,7 +229,7 @@ USER_PROGRAM = """
 import os
 from minirl import cli
 from minirl.config.shared import EvaluateConfig
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 
 def main(cfg, mesh):
     case = os.environ["CASE"]

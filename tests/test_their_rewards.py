@@ -13,10 +13,10 @@ import pandas
 import pytest
 
 from in_memory import ALONE, memory_rows
+from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
-from minirl.errors import UserError
 from minirl.evaluation import breakdown
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, first_call

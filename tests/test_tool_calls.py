@@ -6,8 +6,8 @@ import json
 import openai
 import pytest
 
+from minirl.base.errors import UserError
 from minirl.data import chat, harmony
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import tool_calls
 from minirl.rollout.conversation import read_answer

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import dumped
+from minirl.base.errors import UserError
 from minirl.checkpoint.changes import head_of
 from minirl.config.parse import save_config
 from minirl.config.rl import RLConfig
-from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
 from minirl.view.__main__ import main

@@ -12,9 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minirl import log, report, results, trackers
+from minirl import report, results, trackers
+from minirl.base import log
+from minirl.base.errors import UserError
 from minirl.config.shared import LogConfig
-from minirl.errors import UserError
 from minirl.parallel import watch
 from minirl.rollout import records, show
 from minirl.trackers import check_installed, open_trackers

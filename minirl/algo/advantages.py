@@ -24,9 +24,9 @@ from torch import Tensor
 
 from minirl.algo.losses import kl, kl_estimator
 from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
+from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
-from minirl.errors import UserError, require
 from minirl.types import Packed, Trajectory
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.algo.ratio import bounded_exp
+from minirl.base.errors import require
 from minirl.config.rl import CorrectionConfig
-from minirl.errors import require
 from minirl.types import Packed
 
 

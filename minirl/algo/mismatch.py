@@ -2,8 +2,8 @@
 
 import math
 
+from minirl.base.errors import require
 from minirl.config.rl import RLConfig
-from minirl.errors import require
 
 # Nats, the mean over a step's tokens, by the coarser dtype of trainer and engine. A rounding error
 # of a logit of 30 is 2^-8 of it in bfloat16, 0.1 at most, and 0.03 in TF32, in which a GPU may

@@ -5,10 +5,10 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+from minirl.base.errors import UserError, require
+from minirl.base.reading import is_file
 from minirl.config.parse import flatten, load_config
 from minirl.config.shared import TrainingConfig
-from minirl.errors import UserError, require
-from minirl.reading import is_file
 
 # Settings of another run -> what they decide. Steps, examples and tickets count from the begin of
 # the run, so those that say how many belong to a step decide which rows come next.

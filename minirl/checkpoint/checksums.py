@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from minirl.files import Checksum, checksum_of, write_synced
+from minirl.base.files import Checksum, checksum_of, write_synced
 from minirl.parallel.mesh import World
 
 NAME = "checksums.json"

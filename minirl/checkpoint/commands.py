@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minirl.base.errors import UserError, require
+from minirl.base.log import say
 from minirl.checkpoint.checksums import find_damage
 from minirl.checkpoint.exporting import Exporter, publish_adapter
 from minirl.checkpoint.finding import describe_damages, finished, newest_whole, read_best
@@ -16,8 +18,6 @@ from minirl.config.named import check_run
 from minirl.config.parse import load_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
-from minirl.errors import UserError, require
-from minirl.log import say
 from minirl.model import adapter_files, build, loading
 from minirl.model.weight_files import open_weights
 from minirl.parallel.mesh import Mesh

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl.base.files import partial_of, publish_folder, remove, sync_file, sync_files
 from minirl.checkpoint.failures import attempt, describe, require_written
 from minirl.checkpoint.folder import (
     FolderPlan,
@@ -17,7 +18,6 @@ from minirl.checkpoint.folder import (
     write_companions,
     write_files,
 )
-from minirl.files import partial_of, publish_folder, remove, sync_file, sync_files
 from minirl.model import adapter_files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local

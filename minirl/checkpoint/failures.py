@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 
 # What disks and folders do. Anything else is a bug.
 DISK_ERRORS = (OSError, SafetensorError)

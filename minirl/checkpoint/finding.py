@@ -5,10 +5,10 @@ import math
 import re
 from pathlib import Path
 
+from minirl.base.errors import require
+from minirl.base.files import remove
+from minirl.base.log import say
 from minirl.checkpoint.checksums import find_damage
-from minirl.errors import require
-from minirl.files import remove
-from minirl.log import say
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import World
 

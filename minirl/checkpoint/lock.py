@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from minirl.errors import UserError, require
-from minirl.log import say
-from minirl.reading import is_file
+from minirl.base.errors import UserError, require
+from minirl.base.log import say
+from minirl.base.reading import is_file
 
 NAME = "lock"
 # A killed process frees its memory before its locks.

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch writes into `.metadata`: classes that hold values, and one function that returns one.

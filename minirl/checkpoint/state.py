@@ -17,6 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from minirl.base.errors import UserError, require
+from minirl.base.files import Checksum, remove, sync_folder, write_synced, write_whole
+from minirl.base.log import say
 from minirl.checkpoint.checksums import StateWriter, write_checksums
 from minirl.checkpoint.exporting import copy_model, write_own
 from minirl.checkpoint.failures import attempt, require_written
@@ -24,9 +27,6 @@ from minirl.checkpoint.finding import find_best, finished, read_best
 from minirl.checkpoint.random_states import random_states, set_random_states
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
-from minirl.errors import UserError, require
-from minirl.files import Checksum, remove, sync_folder, write_synced, write_whole
-from minirl.log import say
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 

@@ -1,9 +1,9 @@
 """Settings that cannot work together with low-rank adapters."""
 
+from minirl.base.errors import require
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.errors import require
 
 
 def validate_lora(cfg: PolicyConfig, section: str, num_tensor: int) -> None:

@@ -1,9 +1,9 @@
 """What cannot work together in the algorithm of RL: its sections `algo`, `critic` and `ref`."""
 
+from minirl.base.errors import require
 from minirl.config.adapters import validate_lora, validate_shared_base
 from minirl.config.lengths import validate_schedule, validate_warmup
 from minirl.config.rl import RLConfig
-from minirl.errors import require
 
 
 def validate_algorithm(cfg: RLConfig) -> None:

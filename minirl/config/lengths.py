@@ -1,9 +1,9 @@
 """How long a run, its phases and its episodes are; settings that cannot be true together."""
 
+from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import SamplingConfig
-from minirl.errors import require
 
 
 def eval_extra_tokens(cfg: SamplingConfig) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 
 _imported: dict[Path, ModuleType] = {}  # By file.
 # By folder: the neighbours that its files have imported, by the names they were imported by.

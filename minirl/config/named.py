@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from minirl.base.errors import require
+from minirl.base.reading import is_file
 from minirl.config.rl import RLConfig
 from minirl.config.shared import (
     EvaluateConfig,
@@ -19,8 +21,6 @@ from minirl.config.shared import (
     TrainingConfig,
 )
 from minirl.config.supervised import DPOConfig, KTOConfig, ServeConfig, SupervisedConfig
-from minirl.errors import require
-from minirl.reading import is_file
 
 # The names of registered functions; the tables with the functions themselves take seconds to
 # import.

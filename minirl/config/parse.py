@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import pydantic
 
+from minirl.base.errors import DONE, UserError, require
+from minirl.base.reading import is_file, read_text, why_no_text
 from minirl.config.describe import settings_of
 from minirl.config.yaml_text import parse_yaml, to_yaml
-from minirl.errors import DONE, UserError, require
-from minirl.reading import is_file, read_text, why_no_text
 
 # Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
 RECIPES = Path(__file__).parent.parent / "recipes"

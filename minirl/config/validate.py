@@ -7,6 +7,7 @@ only functions that change a config.
 
 import copy
 
+from minirl.base.errors import require
 from minirl.config.adapters import validate_lora
 from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
 from minirl.config.lengths import eval_extra_tokens, validate_length, validate_schedule
@@ -20,7 +21,6 @@ from minirl.config.supervised import (
     PairsConfig,
     SupervisedConfig,
 )
-from minirl.errors import require
 from minirl.trackers import check_installed
 
 COLDEST = 0.01  # Temperature, of vLLM.

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):

@@ -9,10 +9,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError, require
+from minirl.base.reading import is_unicode, library_reads, read_text
 from minirl.config.shared import RowsConfig
 from minirl.data.messages import Messages, RowPrompt, for_template, read_template_kwargs
-from minirl.errors import UserError, require
-from minirl.reading import is_unicode, library_reads, read_text
 
 
 def load_tokenizer(

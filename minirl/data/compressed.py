@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 
 ENDINGS = (".gz", ".zst")
 BLOCK_BYTES = 2**20  # Of a compressed file, read at once.

@@ -5,9 +5,9 @@ import io
 
 import numpy as np
 
+from minirl.base.errors import require
 from minirl.data.order import Mixture, Order
 from minirl.data.prompts import Prompts
-from minirl.errors import require
 
 FIRST_DRAWN = 4096  # Rows that are sorted at once; of millions a step needs few.
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError, require
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images, turns
 from minirl.data.images import ImageSpan
@@ -24,7 +25,6 @@ from minirl.data.rows import (
     with_images,
 )
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all, raise_first
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory

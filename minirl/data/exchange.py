@@ -14,9 +14,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from minirl.base.errors import UserError
 from minirl.data.images import ImageSpan
 from minirl.data.packing import prompt_length, shared_part
-from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory
 

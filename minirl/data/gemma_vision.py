@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from minirl.base.errors import require
 from minirl.data.images import BadImage, ImageSpan, blank, rgb
 from minirl.data.vision_base import (
     Expanded,
@@ -19,7 +20,6 @@ from minirl.data.vision_base import (
     number_features,
     number_images,
 )
-from minirl.errors import require
 
 
 class GemmaVision(Vision):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from minirl.base.errors import UserError
 from minirl.data.messages import Messages, RowPrompt
-from minirl.errors import UserError
 
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
 # JPEG's opens MPO, too.

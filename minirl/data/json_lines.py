@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
+from minirl.base.reading import check_value
 from minirl.parallel.mesh import Mesh
-from minirl.reading import check_value
 
 LINE_FEED = ord("\n")
 BLOCK_BYTES = 2**20  # Bytes that the index reads at once.

@@ -7,8 +7,8 @@ templates read one form.
 import json
 from typing import Any, TypeGuard
 
-from minirl.errors import UserError
-from minirl.reading import parse_json
+from minirl.base.errors import UserError
+from minirl.base.reading import parse_json
 
 Messages = list[dict]  # A chat: each with a role and a content.
 RowPrompt = str | Messages

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minirl.base.errors import require
 from minirl.data.rows import Rows
-from minirl.errors import require
 
 
 class Order:

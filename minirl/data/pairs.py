@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from minirl.base.errors import UserError, require
 from minirl.config.supervised import PairsConfig
 from minirl.data.chat import to_messages
 from minirl.data.examples import Chats, Encoded
@@ -31,7 +32,6 @@ from minirl.data.rows import (
     with_images,
 )
 from minirl.data.sources import Source
-from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 
 SIDES = ("chosen", "rejected")

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError, require
 from minirl.config.shared import DataConfig
 from minirl.data import chat, images
 from minirl.data.messages import fault_of, is_messages, is_prompt
@@ -23,7 +24,6 @@ from minirl.data.rows import (
     with_images,
 )
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 

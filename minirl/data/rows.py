@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minirl.base.errors import UserError, require
 from minirl.config.shared import RowsConfig
 from minirl.data.chat import to_messages
 from minirl.data.images import BadImage, attach
@@ -22,7 +23,6 @@ from minirl.data.messages import (
     without_none,
 )
 from minirl.data.sources import Source, open_source
-from minirl.errors import UserError, require
 from minirl.parallel.machines import check_same
 from minirl.parallel.mesh import Mesh
 

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
+from minirl.base.errors import UserError, require
+from minirl.base.reading import is_file, library_reads, parse_json
 from minirl.config.named import GYM, check_source
 from minirl.data.compressed import ENDINGS, decompressed
 from minirl.data.json_lines import JsonLines
-from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
-from minirl.reading import is_file, library_reads, parse_json
 
 # `datasets` and reasoning-gym take a second each to import, and most runs read files of their own.
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from minirl.base.errors import UserError, require
+from minirl.base.log import say
 from minirl.data.rows import Rows
-from minirl.errors import UserError, require
-from minirl.log import say
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 

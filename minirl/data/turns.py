@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError
 from minirl.data.chat import renderer
 from minirl.data.messages import Messages
-from minirl.errors import UserError
 
 
 class Segment(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from minirl.base.errors import require
 from minirl.data.images import BadImage, ImageSpan
-from minirl.errors import require
 
 # Which rows a sequence has here: the images of its trajectory, and int64 [rows], which of the
 # trajectory's tokens they are.

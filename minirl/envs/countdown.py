@@ -10,9 +10,9 @@ Rows and prompts are reasoning-gym's. Its grader is not used: it hands the answe
 
 import re
 
+from minirl.base.errors import UserError
 from minirl.envs.base import Env, Result, State
 from minirl.envs.tools import evaluate
-from minirl.errors import UserError
 
 
 class Countdown(Env):

@@ -10,8 +10,8 @@ an integer `answer`; its prompt is not shown.
 
 import re
 
+from minirl.base.errors import UserError
 from minirl.envs.base import Env, Result, State
-from minirl.errors import UserError
 
 
 class Guess(Env):

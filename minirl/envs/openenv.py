@@ -23,9 +23,9 @@ from functools import cache
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from minirl.base.errors import UserError, require
 from minirl.data.chat import to_messages
 from minirl.envs.base import Env, Result, State
-from minirl.errors import UserError, require
 
 
 def begin_session(url: str) -> ClientConnection:

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
+from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.envs.base import Env, Raw, Result, State
 from minirl.envs.openrlhf_executor import OpenRLHFExecutor
 from minirl.envs.openrlhf_modules import stand_ins, to_number
-from minirl.errors import UserError
 from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from minirl.base.errors import UserError
 from minirl.envs.base import Env, Result, State
 from minirl.envs.openrlhf_modules import to_number
-from minirl.errors import UserError
 from minirl.rewards.by_name import event_loop
 
 Executor = Any  # An object of the user's class.

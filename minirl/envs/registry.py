@@ -6,10 +6,10 @@ from functools import partial
 from pkgutil import resolve_name
 from urllib.parse import parse_qsl
 
+from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.data.sources import option
 from minirl.envs.base import Env
-from minirl.errors import UserError, require
 
 # Shipped environments, imported when they are asked for.
 ENVS = {

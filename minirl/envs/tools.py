@@ -29,9 +29,9 @@ import bm25s
 import numpy as np
 
 from minirl import sandbox
+from minirl.base.errors import UserError
 from minirl.data.sources import open_source
 from minirl.envs.base import Env, Observation, Result, State
-from minirl.errors import UserError
 
 
 class Tools(Env):

@@ -17,8 +17,8 @@ import signal
 from functools import cache
 from typing import Any
 
+from minirl.base.errors import UserError
 from minirl.envs.base import Agent, Result, Session
-from minirl.errors import UserError
 
 
 class Verifiers(Agent):

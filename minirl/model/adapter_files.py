@@ -17,14 +17,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from minirl.base.errors import UserError, require
+from minirl.base.files import write_synced
+from minirl.base.reading import is_file, library_reads
 from minirl.config.lora import LoraConfig
-from minirl.errors import UserError, require
-from minirl.files import write_synced
 from minirl.model import lora
 from minirl.model.lora import FUSED, is_adapter, weight_of
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.tensor import LORA_A, LORA_B
-from minirl.reading import is_file, library_reads
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

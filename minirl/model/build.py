@@ -24,10 +24,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from minirl.base.errors import UserError, require
+from minirl.base.reading import is_file, library_reads
 from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.errors import UserError, require
 from minirl.model import (
     attention,
     delta_net,
@@ -51,7 +52,6 @@ from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
-from minirl.reading import is_file, library_reads
 from minirl.types import Packed
 
 # What a model's folder must hold -> the pattern of its files.

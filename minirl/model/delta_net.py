@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.model import fla_package
 from minirl.model.attention_blocks import Recurrence
 from minirl.model.delta_rule import (

@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.model import in_engine, plans, sizes
 from minirl.model.delta_rule import convolution
 from minirl.model.family import DENSE, FEATURES, HEADS, ExpertNames, Family, Fused, FusedExperts

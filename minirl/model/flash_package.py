@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.errors import require
+from minirl.base.errors import require
 
 OLDEST = (2, 8)  # Of flash-attn 2, whose internal functions are called here.
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from transformers import PreTrainedModel
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 from minirl.model import families
 
 

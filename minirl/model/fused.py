@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.model import families
 from minirl.model.family import Fused
 

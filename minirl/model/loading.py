@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.model import families, lora, nf4
 from minirl.model.weight_files import check_floats, file_of, open_weights
 from minirl.parallel import fsdp

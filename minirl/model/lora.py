@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from minirl.base.errors import UserError, require
 from minirl.config.lora import LoraConfig
-from minirl.errors import UserError, require
 from minirl.model import nf4
 from minirl.model.experts import FUSED
 from minirl.model.freeze import frozen_names

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from minirl.base.errors import require
 from minirl.config.policy import ParallelConfig
-from minirl.errors import require
 from minirl.model.families import FAMILIES, has_experts
 
 # What configs call the number of experts of a layer.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 from minirl.parallel.fsdp import local, local_region
 
 BLOCK = 64  # Weights that have one scale.

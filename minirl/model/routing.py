@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.errors import require
 from minirl.model import families
 from minirl.model.balance import BIAS, Balance, WithGradient
 from minirl.model.mixtures import experts_of_token

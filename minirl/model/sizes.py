@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from minirl.errors import require
+from minirl.base.errors import require
 
 # Kinds of rotary positions with whose factor `max_position_embeddings` has been multiplied already.
 _FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")

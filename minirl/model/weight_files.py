@@ -6,9 +6,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
+from minirl.base.reading import read_json
 from minirl.model import mxfp4
-from minirl.reading import read_json
 
 # What weights may be, by the names of safetensors.
 FLOATS = ("F16", "BF16", "F32", "F64")

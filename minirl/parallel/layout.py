@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 from minirl.parallel.fsdp import local
 
 # Axes, and the settings of their sizes.

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 from minirl.parallel.mesh import World
 
 

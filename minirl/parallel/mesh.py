@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minirl.base.errors import require
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.validate import validate_parallel
-from minirl.errors import require
 from minirl.parallel.launch import open_attempt_store
 from minirl.parallel.watch import Watch
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import (
     Shard,
 )
 
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 from minirl.parallel.fsdp import local
 from minirl.parallel.layout import WHOLE, Forward, Layout, shard_all
 from minirl.parallel.redistribute import move, own_parts

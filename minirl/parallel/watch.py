@@ -31,8 +31,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
-from minirl.log import printable, restore_streams, say
+from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
+from minirl.base.log import printable, restore_streams, say
 from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
 from minirl.parallel.peers import Peer, is_alive, runs, stat_of

@@ -9,7 +9,7 @@ are settings of the run, as its program takes them.
 import gc
 import sys
 
-from minirl.errors import BAD_INPUT, UserError
+from minirl.base.errors import BAD_INPUT, UserError
 from minirl.plan.flags import read_flags
 
 

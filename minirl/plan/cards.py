@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.errors import require
+from minirl.base.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ import argparse
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
+from minirl.base.errors import BAD_INPUT, DONE, require
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, SupervisedConfig
-from minirl.errors import BAD_INPUT, DONE, require
 from minirl.model import build, families, mixtures
 from minirl.parallel import tensor
 from minirl.plan import advice, estimate, page, pretend

@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minirl.algo import losses, preference
+from minirl.base.errors import BAD_INPUT, UserError, require
+from minirl.base.log import Timer
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
@@ -36,8 +38,6 @@ from minirl.data.images import ImageSpan, to_url
 from minirl.data.packing import pack
 from minirl.data.vision import QwenVision
 from minirl.data.vision_base import ImageBatch, Vision
-from minirl.errors import BAD_INPUT, UserError, require
-from minirl.log import Timer
 from minirl.model import build, fused, loading
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp

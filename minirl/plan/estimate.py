@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from minirl.base.errors import UserError
+from minirl.base.reading import library_reads
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.data import vision
-from minirl.errors import UserError
 from minirl.model import families
 from minirl.plan import formulas, memory
 from minirl.plan.adapted import fitting_to
@@ -22,7 +23,6 @@ from minirl.plan.kinds import BASE, END, MIDDLE, START
 from minirl.plan.planner import Plan, assemble
 from minirl.plan.shape import Shape, cut, layer_counts, patterns_of_cut, read_shape
 from minirl.plan.workload import Role, Workload
-from minirl.reading import library_reads
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
 

@@ -6,13 +6,13 @@ They are read before torch is imported, which takes seconds.
 import argparse
 import contextlib
 
+from minirl.base.errors import UserError, require
 from minirl.config.named import check_models
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.config.validate import resolve_lengths, validate_parallel
-from minirl.errors import UserError, require
 from minirl.plan import cards
 
 PROGRAMS: dict[str, type[TrainingConfig]] = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from minirl.base.errors import require
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
-from minirl.errors import require
 from minirl.plan import kinds
 from minirl.plan.cards import (
     EAGER_SECONDS_PER_LAYER,

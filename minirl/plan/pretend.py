@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 
 SOURCE = Path(__file__).with_name("pretend.cpp")
 CAPABILITY = (9, 0)  # Of an H100 or H200.

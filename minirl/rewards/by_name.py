@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl
 import numpy as np
 import torch
 
+from minirl.base.errors import UserError, require
 from minirl.data.sources import option
-from minirl.errors import UserError, require
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
 # Parameters by which a function of another library is known: its prefix -> their names.

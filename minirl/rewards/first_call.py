@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, cast
 
+from minirl.base.errors import UserError
+from minirl.base.log import say
 from minirl.data import chat
 from minirl.data.prompts import Prompts
-from minirl.errors import UserError
-from minirl.log import say
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards import Answer, RewardCall, TrainerState

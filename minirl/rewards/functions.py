@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from minirl import sandbox
+from minirl.base.errors import UserError, require
+from minirl.base.log import restore_streams, say
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError, require
-from minirl.log import restore_streams, say
 from minirl.parallel.watch import Watch
 from minirl.rewards import (
     AdaptedReward,

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import minirl
 from minirl import sandbox
+from minirl.base.errors import UserError, require
+from minirl.base.log import say
 from minirl.confine import frames, grading
 from minirl.confine.grading import GRADERS
-from minirl.errors import UserError, require
-from minirl.log import say
 
 __all__ = ["GRADERS", "GraderLimits", "GraderPool", "StopReports", "StoppedGrade", "pool"]
 

@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from minirl.base.errors import UserError, require
+from minirl.base.keys import key_of_environment
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError, require
 from minirl.rewards import RowPrompt
-from minirl.serving.keys import key_of_environment
 
 # What an endpoint may answer, in bytes: beside the rewards it may send what is ignored here.
 MAX_BYTES = 2**20

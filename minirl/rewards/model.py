@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.minibatches import annotate_examples
 from minirl.policy import Policy
 from minirl.types import Trajectory

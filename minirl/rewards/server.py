@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from minirl.base.errors import UserError
+from minirl.base.keys import key_of_environment
 from minirl.config.supervised import ServeConfig
-from minirl.errors import UserError
-from minirl.serving.keys import key_of_environment
 from minirl.serving.limits import (
     LOOPBACK,
     BadRequest,

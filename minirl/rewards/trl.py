@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
-from minirl.errors import UserError, require
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
 from minirl.rewards.by_name import NamedCall, plain_number, read_options
 

@@ -20,8 +20,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
-from minirl.errors import UserError, require
 from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
 from minirl.rewards.by_name import NamedCall, plain_number, read_options
 

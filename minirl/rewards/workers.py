@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import minirl
+from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.confine import frames
 from minirl.confine.kernel import end_with_parent
-from minirl.errors import UserError
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
 from minirl.rewards.functions import find_reward, grade, to_plain
 from minirl.rewards.mistakes import RaisedThereError, is_mistake

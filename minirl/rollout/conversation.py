@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError
 from minirl.data import chat, harmony, images
 from minirl.data.images import ImageSpan
 from minirl.data.routes import extended
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError
 from minirl.types import Trajectory
 
 # Of a trajectory's arrays.

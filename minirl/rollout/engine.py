@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.base.errors import UserError
+from minirl.base.imports import no_collections
+from minirl.base.log import Timer
 from minirl.config.shared import EngineConfig
 from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import rgb
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError
-from minirl.imports import no_collections
-from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
 from minirl.rollout import packed, vllm_cpu, vllm_errors, vllm_patches, vllm_routes

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError
+from minirl.base.reading import is_unicode
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.data.messages import why_no_messages
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
-from minirl.errors import UserError
-from minirl.reading import is_unicode
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message

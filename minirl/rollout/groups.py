@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.rewards import Answer
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import IsEnough

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 
 # A token is in the loss if the allowed tokens had at least this share of the probability. What is
 # missing to 1 bounds the error of its ratio of probabilities.

@@ -21,7 +21,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from minirl.files import write_synced
+from minirl.base.files import write_synced
 
 SAMPLED = np.dtype(
     [

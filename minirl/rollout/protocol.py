@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data import images
 from minirl.data.messages import for_template, read_template_kwargs
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError, require
 from minirl.rollout.conversation import Conversation, to_message
 from minirl.rollout.guides import Guide, json_guide
 from minirl.rollout.tool_calls import ToolCall, ToolReader, choose, make_reader

@@ -26,12 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
+from minirl.base.errors import UserError, require
+from minirl.base.files import write_whole
+from minirl.base.reading import parse_json, read_text
 from minirl.data import routes
 from minirl.data.images import ImageSpan
-from minirl.errors import UserError, require
-from minirl.files import write_whole
 from minirl.parallel.mesh import Mesh, World
-from minirl.reading import parse_json, read_text
 from minirl.rollout import index
 from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from minirl.base.errors import UserError, require
 from minirl.config.rl import RefitConfig
-from minirl.errors import UserError, require
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
 from minirl.parallel.regions import CheckpointSlice, Region

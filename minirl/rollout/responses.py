@@ -7,7 +7,7 @@ It is stateless: a request has all of its chat in `input`. What would need a mem
 import time
 from collections.abc import AsyncIterator, Iterator
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 from minirl.rollout.protocol import JSONObject, event
 from minirl.rollout.response import PendingResponse
 

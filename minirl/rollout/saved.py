@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minirl.base.errors import UserError
 from minirl.data import routes
 from minirl.data.images import ImageSpan
 from minirl.envs.base import Agent
-from minirl.errors import UserError
 from minirl.rollout.conversation import Completion, Segment
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import Request

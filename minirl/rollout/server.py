@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive
 
+from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Session
-from minirl.errors import UserError, require
 from minirl.rollout import anthropic, responses
 from minirl.rollout.conversation import Conversation, Prompt
 from minirl.rollout.engine import Sampling

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minirl.errors import BAD_INPUT, DONE, UserError
+from minirl.base.errors import BAD_INPUT, DONE, UserError
 
 if TYPE_CHECKING:
     from minirl.types import Trajectory
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         return BAD_INPUT
 
     # Here, because this takes seconds.
-    from minirl.log import printable
+    from minirl.base.log import printable
     from minirl.rollout import records
 
     try:

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from minirl.base.errors import UserError, require
 from minirl.data import chat, harmony
-from minirl.errors import UserError, require
 from minirl.rollout.guides import Guide, is_deeper, tag_guide
 
 ToolCall = tuple[str, dict]  # name and arguments

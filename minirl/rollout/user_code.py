@@ -6,10 +6,10 @@ from functools import wraps
 
 from torch import Tensor
 
+from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EnvConfig, EvaluateConfig, TrainingConfig
 from minirl.envs.base import Env
-from minirl.errors import UserError
 from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError
 from minirl.model.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear, wide_logits

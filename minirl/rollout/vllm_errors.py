@@ -8,8 +8,8 @@ from transformers.integrations.heterogeneity.configuration_utils import (
     AmbiguousGlobalPerLayerAttributeError,
 )
 
+from minirl.base.errors import require
 from minirl.config.shared import EngineConfig
-from minirl.errors import require
 
 # Families that vLLM 0.26 cannot hold, or of which it computes other log-probs.
 NOT_IN_0_26 = (

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minirl.base.errors import UserError, require
 from minirl.data.routes import narrow
-from minirl.errors import UserError, require
 
 FLAG = "enable_return_routed_experts"
 

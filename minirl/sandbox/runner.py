@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import minirl
-from minirl.errors import require
+from minirl.base.errors import require
 from minirl.sandbox.judge import Judge
 from minirl.sandbox.usage import OverLimitError, check_usage, remove_folder
 

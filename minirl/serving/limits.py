@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minirl.base.errors import UserError
 from minirl.config.shared import LimitsConfig
-from minirl.errors import UserError
 
 # Anthropic's names of errors by status; of others it is "invalid_request_error".
 _KINDS = {

@@ -17,7 +17,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minirl.errors import UserError
+from minirl.base.errors import UserError
 from minirl.serving.limits import BadRequest, LimitedApp, too_long_head
 
 # Connections that the kernel keeps while the loop stands still: they cost no descriptor.

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 from minirl.view.data import Runs
 from minirl.view.export import MOST_GROUPS, export
 from minirl.view.server import serve

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 from minirl.view.folder import RunFolder
 from minirl.view.search import Search
 from minirl.view.table import FLAGS, SORTS, Query

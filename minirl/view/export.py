@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minirl.files import write_whole
+from minirl.base.files import write_whole
 from minirl.view import pages
 from minirl.view.data import Runs, clean, describe_group
 

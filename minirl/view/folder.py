@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minirl.base.errors import require
 from minirl.checkpoint.changes import head_of
 from minirl.config.parse import flatten
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.config.yaml_text import parse_yaml, to_yaml
-from minirl.errors import require
 from minirl.view.table import Table
 
 CONFIGS = (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig)

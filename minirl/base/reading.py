@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minirl.errors import UserError, require
+from minirl.base.errors import UserError, require
 
 MOST_LEVELS = 100  # Of values inside one another. Python's own functions recurse.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # In JSON; two of them are a character.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from minirl.files import write_whole
+from minirl.base.files import write_whole
 from minirl.trackers import Tracker
 
 # A point of time: in seconds of the host, or on the device, whose kernels run behind the host.

@@ -2,7 +2,7 @@
 
 import os
 
-from minirl.errors import require
+from minirl.base.errors import require
 
 
 def key_of_environment(setting: str, name: str) -> str:
