@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minirl.data.packing import pack
 from minirl.model.attention import packed_attention
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 
 @dataclass(kw_only=True)

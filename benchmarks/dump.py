@@ -25,7 +25,7 @@ from minirl.data.packing import pack
 from minirl.dump import Dump
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import join_world
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ from minirl.plan.meter import Meter
 from minirl.plan.shape import read_shape
 from minirl.policy import Policy
 from minirl.throughput import Work, flops
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 PHASES = ("forward", "backward", "optimizer")  # Of an optimizer step.
 NUM_WARMUP = 2  # Steps that do not count.

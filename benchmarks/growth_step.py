@@ -22,7 +22,7 @@ from minirl.evaluation import means_of_step
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.pacing import GroupState, Pace
 from minirl.rollout.tickets import deal, spread
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 CPU = torch.device("cpu")
 SAMPLES = 8  # Of a prompt.

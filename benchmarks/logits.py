@@ -33,7 +33,7 @@ from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
 from minirl.rollout import vllm_patches
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

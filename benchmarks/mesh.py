@@ -56,7 +56,7 @@ from minirl.model import scratch
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 MIB = 2**20
 

@@ -57,7 +57,7 @@ from minirl.rewards.functions import Rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.sampler import Sampler
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 T = TypeVar("T")
 Tickets = Literal["pull", "round_robin"]

@@ -27,7 +27,7 @@ from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 # Names of the number of experts and of their size in the config of a family.
 SIZES = {

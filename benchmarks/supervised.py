@@ -27,7 +27,7 @@ from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,7 @@ from minirl.parallel.machines import check_can_write, check_same
 from minirl.policy import Minibatch, Policy
 from minirl.reference import Reference
 from minirl.supervised import PairTrainer
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 class Trainer(PairTrainer):

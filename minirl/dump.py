@@ -19,7 +19,7 @@ from minirl.config.rl import RLConfig
 from minirl.data.packing import unpack
 from minirl.policy import Minibatch, Policy
 from minirl.rollout import index, records
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 
 class Dump:

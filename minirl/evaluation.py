@@ -14,7 +14,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import Sampling
 from minirl.rollout.sampler import Sampler
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 # Metrics of an episode: what their names begin with, and where they are in its info.
 INFO_METRICS = (

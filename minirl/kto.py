@@ -21,7 +21,7 @@ from minirl.minibatches import make_minibatch
 from minirl.policy import Metrics, Minibatch
 from minirl.reference import Reference
 from minirl.supervised import SupervisedTrainer
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 class Trainer(SupervisedTrainer):

@@ -5,7 +5,7 @@ import numpy as np
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack, unpack
 from minirl.policy import Minibatch, Policy
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 def make_minibatch(

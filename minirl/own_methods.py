@@ -11,7 +11,7 @@ from minirl.algo.advantages import Estimator
 from minirl.base.errors import UserError, require
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.data.packing import pack
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 # Rewards of the made-up answers to two prompts.
 REWARDS = ((1.0, 0.0, 0.5), (0.0, -1.0, 1.0))

@@ -31,7 +31,7 @@ from minirl.parallel.muon import Muon
 from minirl.parallel.offload import Sleeper
 from minirl.parallel.optimizer import Optimizer, ShardAdamW
 from minirl.parallel.regions import CheckpointSlice
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.

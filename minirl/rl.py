@@ -40,7 +40,7 @@ from minirl.rollout import records
 from minirl.supervised import warm_start
 from minirl.throughput import count_sampled, count_work
 from minirl.trainer import GO_ON, Program, TrainingRun
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from minirl.updates import update_in_passes
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a

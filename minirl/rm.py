@@ -38,7 +38,7 @@ from minirl.policy import Policy
 from minirl.rewards.model import RewardModel
 from minirl.rewards.server import serve
 from minirl.supervised import PairTrainer
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 class Trainer(PairTrainer):

@@ -45,7 +45,7 @@ from minirl.row_checks import load_splits, marks_for_template, require_shown
 from minirl.schedule import learning_rate
 from minirl.throughput import count_work
 from minirl.trainer import Program, TrainingRun
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 class SupervisedTrainer(Program):

@@ -16,7 +16,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.plan import cards
 from minirl.plan.shape import Shape, read_shape
 from minirl.policy import Minibatch
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

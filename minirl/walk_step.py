@@ -31,7 +31,7 @@ from minirl.rollout.refit import Refit
 from minirl.rollout.refit_plan import Planner
 from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
-from minirl.types import UNSET, Packed, Trajectory
+from minirl.types.packed import UNSET, Packed, Trajectory
 
 # As in a file for `minirl.rl --config`. The trainer computes in float64, so that plain PyTorch
 # can agree to seven digits; the engine in float32. After a short warm start the policy knows the

@@ -8,7 +8,7 @@ import numpy as np
 
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 NASTY = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 

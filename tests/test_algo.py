@@ -17,7 +17,7 @@ from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack
 from minirl.policy import Policy
 from minirl.rl import Trainer
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack, unpack
 from minirl.policy import Policy
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from test_gradients import exact_norm, worst
 from test_preference import MESHES, by_difference, random, same, value_and_gradient
 

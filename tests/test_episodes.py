@@ -26,7 +26,7 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import spread
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from test_rollout import make_policy, overwrite
 
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]

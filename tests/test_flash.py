@@ -22,8 +22,8 @@ from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import attention, build, flash, flash_package, kernels, ring_package
 from minirl.model.attention import attend, packed_attention
-from minirl.model.attention_blocks import Options
 from minirl.parallel.mesh import Context
+from minirl.types.blocks import Options
 from test_packing import groups
 
 CPU = torch.device("cpu")

@@ -27,14 +27,14 @@ from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import build, experts, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
-from minirl.model.attention_blocks import Options
 from minirl.parallel.mesh import Context, join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.plan import pretend
 from minirl.policy import Policy
 from minirl.rollout import vllm_patches
 from minirl.rollout.engine import RolloutEngine
-from minirl.types import Trajectory
+from minirl.types.blocks import Options
+from minirl.types.packed import Trajectory
 from test_families import mixture_inputs
 from test_packing import groups
 

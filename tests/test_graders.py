@@ -19,7 +19,7 @@ from minirl.config.shared import RewardConfig
 from minirl.evaluation import breakdown
 from minirl.rewards import functions, graders
 from minirl.rewards.graders import GraderLimits, GraderPool, StoppedGrade
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from minirl.data.exchange import exchange
 from minirl.data.packing import pack
 from minirl.parallel import fsdp
 from minirl.policy import Policy
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from sharded import whole
 
 

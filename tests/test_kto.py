@@ -26,7 +26,7 @@ from minirl.data.packing import pack
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.reference import Reference
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import ROOT, fork
 from test_gradients import exact_norm, worst
 

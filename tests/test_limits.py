@@ -30,7 +30,7 @@ from minirl.rewards.http import RemoteReward
 from minirl.rewards.server import serve
 from minirl.rollout.engine import Sampling
 from minirl.rollout.server import Endpoint
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from test_server import HI, Scripted
 
 MB = 2**20

@@ -17,7 +17,7 @@ from minirl.config.shared import RewardConfig
 from minirl.data.blocks import Layout
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from minirl.data.exchange import _Header, exchange, partition, pieces
 from minirl.data.images import ImageSpan
 from minirl.data.packing import pack
 from minirl.parallel.mesh import Context
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 CPU = torch.device("cpu")
 

@@ -37,7 +37,6 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data.packing import pack
 from minirl.model import build
-from minirl.model.attention_blocks import CHUNK
 from minirl.plan import __main__ as program
 from minirl.plan import (
     announce,
@@ -58,6 +57,7 @@ from minirl.plan.planner import GIB, check_lower_bound
 from minirl.plan.shape import cut, layer_counts, read_shape
 from minirl.plan.workload import Lengths, rl_workload, with_settings
 from minirl.policy import Policy
+from minirl.types.blocks import CHUNK
 
 NUM_LAYERS = 3
 LOAD = Load(tokens=8192)

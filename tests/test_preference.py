@@ -37,7 +37,7 @@ from minirl.data.pairs import Pairs, open_pairs
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.rewards.http import RemoteReward
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import ROOT, alone, fork
 from test_gradients import exact_norm, worst
 

@@ -43,7 +43,7 @@ from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import pull
 from minirl.supervised import SupervisedTrainer
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import ROOT
 
 WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"

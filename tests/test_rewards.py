@@ -19,7 +19,7 @@ from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.evaluation import breakdown
 from minirl.rewards import functions, http
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import fork
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}

@@ -27,7 +27,7 @@ from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Prompt, Segment
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from test_gradients import batches_of, exact_norm, trajectories, worst
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2

@@ -41,7 +41,7 @@ from minirl.faults import explain
 from minirl.model import scratch
 from minirl.parallel.watch import Watch
 from minirl.rollout import records
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import ROOT, fork
 from sharded import whole
 from test_checkpoint import differences, make, update

@@ -35,7 +35,7 @@ from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import fork, torchrun
 from test_gradients import exact_norm
 

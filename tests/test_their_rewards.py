@@ -24,7 +24,7 @@ from minirl.rewards.functions import make_rewards
 from minirl.rollout.conversation import Completion, Conversation, Prompt
 from minirl.rollout.groups import Group
 from minirl.rollout.saved import write_group
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 from programs import fork
 
 TEXT = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42", "length": 5}

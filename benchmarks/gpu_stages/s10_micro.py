@@ -33,7 +33,7 @@ from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 ROWS = (256,) if SMALL else (256, 4096, 8192, 16384, 32768)
 SEQUENCES = (2, 4) if SMALL else (4, 32, 128, 256)

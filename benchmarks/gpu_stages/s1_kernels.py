@@ -17,7 +17,7 @@ from minirl.model import experts, fused, logprob
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
 from minirl.plan.load import Load
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 # Of what kernels are compared with.
 WIDE = torch.float32 if ON_GPU else torch.float64

@@ -34,7 +34,7 @@ from minirl.policy import Policy
 from minirl.rollout import vllm_patches
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 Kind = Literal["dense", "moe"]
 LIMITS = {"bfloat16": 0.05, "float32": 5e-3}  # Of the mean difference of log-probs, in nats.

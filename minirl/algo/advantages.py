@@ -27,7 +27,7 @@ from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
 # A table of numbers of every rank to all of them, in rank order.

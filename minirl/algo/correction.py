@@ -14,7 +14,7 @@ from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.algo.ratio import bounded_exp
 from minirl.base.errors import require
 from minirl.config.rl import CorrectionConfig
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 
 @dataclass(frozen=True, kw_only=True)

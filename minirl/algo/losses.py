@@ -19,7 +19,7 @@ from minirl.algo.ratio import MAX_MEAN_LOG_RATIO, bounded_exp, clamp_log_ratio
 from minirl.algo.selection import kth_largest
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 Metrics = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather, all_reduce
 
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 
 def sequence_sums(values: Tensor, batch: Packed) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from minirl.algo.losses import Loss, Metrics
 from minirl.algo.normalize import sequence_sums, weights
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 
 def reward_pair(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minirl.data.vision_base import Vision
-from minirl.model.attention_blocks import Block, Padded, Rectangle, RowIndex
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
-from minirl.types import Trajectory
+from minirl.types.blocks import Block, Padded, Rectangle, RowIndex
+from minirl.types.packed import Trajectory
 
 # A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).

@@ -27,7 +27,7 @@ from minirl.data.rows import (
 from minirl.data.vision_base import Vision
 from minirl.parallel.machines import errors_of_all, raise_first
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Mesh) -> Rows:

@@ -18,7 +18,7 @@ from minirl.base.errors import UserError
 from minirl.data.images import ImageSpan
 from minirl.data.packing import prompt_length, shared_part
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 Number = TypeVar("Number", int, np.ndarray)
 NO_ROUTES = np.empty((0, 0, 0), np.uint8)

@@ -13,7 +13,7 @@ from minirl.data.packing import prompt_length
 from minirl.data.pairs import other_answer
 from minirl.data.rows import Place, Rows, open_rows
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 MATCHED = 0  # Episode of a row's own answer,
 MISMATCHED = 1  # and of another row's answer behind this row's prompt.

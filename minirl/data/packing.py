@@ -9,7 +9,7 @@ from minirl.data import routes
 from minirl.data.blocks import Layout, Sequence, build, on_device
 from minirl.data.recurrence import build_recurrence
 from minirl.parallel import context as cp
-from minirl.types import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory
 
 _PLAIN_LAYOUT = Layout()
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from minirl.data.blocks import Layout, Sequence, on_device
-from minirl.model.attention_blocks import CHUNK, Chunks, Recurrence, Span
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
+from minirl.types.blocks import CHUNK, Chunks, Recurrence, Span
 
 
 def build_recurrence(

@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 
 from minirl.base.errors import require
 from minirl.model import fla_package
-from minirl.model.attention_blocks import Recurrence
 from minirl.model.delta_rule import (
     convolution,
     convolution_formula,
@@ -29,7 +28,8 @@ from minirl.model.delta_rule import (
 )
 from minirl.parallel.mesh import Context
 from minirl.parallel.redistribute import AllToAll, own_parts
-from minirl.types import Packed
+from minirl.types.blocks import Recurrence
+from minirl.types.packed import Packed
 
 
 def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:

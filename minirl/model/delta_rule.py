@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from minirl.model.attention_blocks import Span
+from minirl.types.blocks import Span
 
 EPSILON = 1e-6  # Under the root of the norms of queries and keys.
 

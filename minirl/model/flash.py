@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minirl.model import flash_package
-from minirl.model.attention_blocks import Block, Options
+from minirl.types.blocks import Block, Options
 
 
 def can(q: Tensor, options: Options) -> bool:

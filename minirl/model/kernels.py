@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minirl.model import flash
-from minirl.model.attention_blocks import Block, Options, Rectangle, RowIndex
+from minirl.types.blocks import Block, Options, Rectangle, RowIndex
 
 
 def forward(

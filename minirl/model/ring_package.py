@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model.attention_blocks import Block
 from minirl.parallel.mesh import Context
+from minirl.types.blocks import Block
 
 
 @functools.cache

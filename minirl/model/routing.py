@@ -26,7 +26,7 @@ from minirl.model import families
 from minirl.model.balance import BIAS, Balance, WithGradient
 from minirl.model.mixtures import experts_of_token
 from minirl.parallel.mesh import Mesh
-from minirl.types import Packed
+from minirl.types.packed import Packed
 
 
 class _Replay(TorchFunctionMode):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minirl.model import fla_package
-from minirl.model.attention_blocks import CHUNK
 from minirl.plan.delta_nets import delta_rule_flops
+from minirl.types.blocks import CHUNK
 
 KERNEL = "minirl_plan::delta_kernel"
 # Multiplications and additions of backward for each one of forward: its products' gradients, and

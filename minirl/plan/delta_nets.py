@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from minirl.model.attention_blocks import CHUNK
+from minirl.types.blocks import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)

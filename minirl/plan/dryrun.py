@@ -52,7 +52,7 @@ from minirl.plan.pretend import pretend_cuda
 from minirl.policy import Minibatch, Policy
 from minirl.rollout.refit import Refit
 from minirl.rollout.refit_shards import one_of_each_layout
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 DEVICE = torch.device("cuda", 0)
 

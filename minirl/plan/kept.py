@@ -7,10 +7,10 @@ delta nets what it counts of Qwen3.5.
 from typing import NamedTuple
 
 from minirl.config.policy import ParallelConfig
-from minirl.model.attention_blocks import CHUNK
 from minirl.plan.delta_nets import DeltaNets
 from minirl.plan.load import Load
 from minirl.plan.shape import Shape
+from minirl.types.blocks import CHUNK
 
 
 class PerRow(NamedTuple):

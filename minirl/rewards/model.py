@@ -7,7 +7,7 @@ import numpy as np
 from minirl.base.errors import require
 from minirl.minibatches import annotate_examples
 from minirl.policy import Policy
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 class RewardModel:

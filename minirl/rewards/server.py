@@ -28,7 +28,7 @@ from minirl.serving.limits import (
     require_loopback,
 )
 from minirl.serving.server import Server, bind
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 Encode = Callable[[str], Trajectory]  # raises UserError
 Score = Callable[[list[Trajectory]], list[float]]

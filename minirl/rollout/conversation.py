@@ -25,7 +25,7 @@ from minirl.data import chat, harmony, images
 from minirl.data.images import ImageSpan
 from minirl.data.routes import extended
 from minirl.data.vision_base import Vision
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 # Of a trajectory's arrays.
 _DTYPES = {

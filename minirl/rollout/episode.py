@@ -27,7 +27,7 @@ from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
-from minirl.types import UNSET, Trajectory
+from minirl.types.packed import UNSET, Trajectory
 
 MOST_CHARACTERS = 500  # Of a column of a row, for people.
 SHOWN_ELSEWHERE = {"prompt", "rendered_prompt"}  # Columns.

@@ -10,7 +10,7 @@ from minirl.base.errors import require
 from minirl.rewards import Answer
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import IsEnough
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 @dataclass

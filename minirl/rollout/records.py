@@ -34,7 +34,7 @@ from minirl.data.images import ImageSpan
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
 from minirl.rollout.conversation import to_arrays
-from minirl.types import Trajectory
+from minirl.types.packed import Trajectory
 
 
 def write_step(

@@ -29,7 +29,7 @@ from minirl.rollout.episode import Episode
 from minirl.rollout.groups import Group
 from minirl.rollout.plain import NotPlain, PlainReader, PlainWriter
 from minirl.rollout.records import from_record, to_record
-from minirl.types import UNSET
+from minirl.types.packed import UNSET
 
 # What a line raises that is of another version, or that somebody has written by hand.
 BAD_LINE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)

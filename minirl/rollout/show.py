@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from minirl.base.errors import BAD_INPUT, DONE, UserError
 
 if TYPE_CHECKING:
-    from minirl.types import Trajectory
+    from minirl.types.packed import Trajectory
 
 
 def describe(t: "Trajectory") -> str:

@@ -27,8 +27,8 @@ from torch import Tensor
 if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
     from minirl.data.images import ImageSpan
     from minirl.data.vision_base import ImageBatch
-    from minirl.model.attention_blocks import Block, Recurrence
     from minirl.parallel.mesh import Context
+    from minirl.types.blocks import Block, Recurrence
 
 UNSET: Any = None  # The value of a field that a later stage of the step fills in.
 
