@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from minirl.data.packing import pack
+from minirl.batch.packing import pack
 from minirl.model.attention import packed_attention
 from minirl.types.packed import Packed, Trajectory
 

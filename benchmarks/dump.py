@@ -19,9 +19,9 @@ import torch
 import tyro
 
 from minirl.base.log import Timer
+from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
-from minirl.data.packing import pack
 from minirl.dump import Dump
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import join_world

@@ -19,10 +19,10 @@ from benchmarks.fits import MODELS
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import GIB
 from minirl.algo import losses
+from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.data.packing import pack
 from minirl.model import build, loading
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world

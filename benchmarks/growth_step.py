@@ -15,9 +15,9 @@ import torch
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.algo import advantages
 from minirl.algo.selection import kth_largest
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.evaluation import means_of_step
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.pacing import GroupState, Pace

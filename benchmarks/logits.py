@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.router_replay import ENGINES, to_trajectory
+from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
-from minirl.data.packing import pack
 from minirl.model import build
 from minirl.model.logprob import logprob_entropy
 from minirl.model.scratch import make_tokenizer

@@ -49,9 +49,9 @@ import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.algo import losses
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig, ScratchConfig
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.model import scratch
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world

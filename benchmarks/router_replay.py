@@ -20,9 +20,9 @@ import tyro
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
-from minirl.data.packing import pack
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy

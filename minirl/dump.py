@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.algo.losses import Loss
 from minirl.algo.losses import Metrics as TokenMetrics
+from minirl.batch.packing import unpack
 from minirl.config.rl import RLConfig
-from minirl.data.packing import unpack
 from minirl.policy import Minibatch, Policy
 from minirl.rollout import index, records
 from minirl.types.packed import Packed, Trajectory

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack, unpack
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack, unpack
 from minirl.policy import Minibatch, Policy
 from minirl.types.packed import Trajectory
 

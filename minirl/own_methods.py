@@ -9,8 +9,8 @@ import torch
 from minirl.algo import advantages, correction, losses
 from minirl.algo.advantages import Estimator
 from minirl.base.errors import UserError, require
+from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.data.packing import pack
 from minirl.types.packed import Packed, Trajectory
 
 # Rewards of the made-up answers to two prompts.

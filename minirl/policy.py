@@ -20,9 +20,9 @@ from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.base.errors import require
 from minirl.base.log import Timer, say
+from minirl.batch.attention_plan import Layout
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.data.blocks import Layout
 from minirl.data.vision import read_vision
 from minirl.model import build, delta_rule, families, loading, lora
 from minirl.parallel import fsdp

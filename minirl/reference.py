@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from minirl.data.blocks import Layout
+from minirl.batch.attention_plan import Layout
 from minirl.policy import Minibatch, Policy
 
 

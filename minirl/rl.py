@@ -22,10 +22,10 @@ import torch
 from minirl import checkpoint, report
 from minirl.algo import advantages, losses, shaping
 from minirl.algo.mismatch import MismatchWatch
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.dump import Dump
 from minirl.evaluation import NUM_SHOWN, eval_sampling, evaluate, means_of_step
 from minirl.generation import Generation

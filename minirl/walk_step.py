@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from minirl import checkpoint
 from minirl.algo import advantages, losses, normalize
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.parse import load_config
 from minirl.config.rl import RLConfig
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.generation import Generation
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp

@@ -16,6 +16,7 @@ import pytest
 import tiny
 from harness import ranks
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
@@ -26,7 +27,6 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
-from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.data.sources import open_source
 from minirl.envs.base import Raw, Session, State

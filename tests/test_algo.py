@@ -12,9 +12,9 @@ from harness import ranks
 from minirl.algo import advantages, losses, normalize
 from minirl.algo.selection import kth_largest
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack, unpack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.data.packing import pack, unpack
 from minirl.policy import Policy
 from minirl.rl import Trainer
 from minirl.types.packed import Trajectory

@@ -17,11 +17,11 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
 from minirl.config.adapters import validate_lora
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
-from minirl.data.exchange import exchange
 from minirl.model import build, routing
 from minirl.policy import Policy
 from test_gradients import batches_of, exact_norm, trajectories, worst

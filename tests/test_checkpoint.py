@@ -22,6 +22,7 @@ from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
 from minirl.checkpoint import state as state_module
 from minirl.checkpoint.commands import choose, export_checkpoint
 from minirl.checkpoint.state import find_best, state_dict_of
@@ -29,7 +30,6 @@ from minirl.config.parse import save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
-from minirl.data.exchange import exchange
 from minirl.policy import Policy
 from programs import alone, fork
 from sharded import whole

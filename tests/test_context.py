@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from harness import ranks
+from minirl.batch.attention_plan import Layout
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
-from minirl.data.blocks import Layout
-from minirl.data.packing import pack
 from minirl.model import kernels, ring_package
 from minirl.model.attention import Attention
 from minirl.model.kernels import Options

@@ -13,11 +13,11 @@ import tiny
 from harness import RankFailed, ranks
 from minirl import checkpoint, rl
 from minirl.algo import advantages, losses
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack, unpack
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack, unpack
 from minirl.policy import Policy
 from minirl.types.packed import Trajectory
 from test_gradients import exact_norm, worst

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 import tiny
 from harness import ranks
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
+from minirl.batch.recurrence import build_recurrence
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.data.packing import pack
-from minirl.data.recurrence import build_recurrence
 from minirl.model import build, delta_net, delta_rule, fla_package
 from minirl.plan.shape import read_shape
 from minirl.policy import Policy

@@ -20,10 +20,10 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
-from minirl.data.packing import pack
 from minirl.parallel import fsdp
 from minirl.plan import pretend
 from minirl.plan.cards import CARDS

@@ -14,10 +14,10 @@ import pytest
 import tiny
 from harness import ranks, two_at_once
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.rl import RefitConfig, RLConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat, images
-from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.envs.base import Agent, Env, Raw, Result

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from harness import ranks
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
@@ -19,7 +20,6 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
-from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.envs.base import PolicyInfo, State
 from minirl.envs.openrlhf import OpenRLHF

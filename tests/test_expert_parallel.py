@@ -10,6 +10,7 @@ import tiny
 from harness import RankFailed, ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
 from minirl.checkpoint import export
 from minirl.checkpoint.state import Saver, load_checkpoint, state_dict_of
 from minirl.config.lora import LoraConfig
@@ -18,7 +19,6 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.config.supervised import SFTConfig
-from minirl.data.exchange import exchange
 from minirl.model import experts
 from minirl.model.mixtures import check_experts, experts_of_token
 from minirl.parallel import experts as expert_parallel

@@ -27,10 +27,10 @@ import tiny
 from harness import ranks
 from minirl import checkpoint
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
-from minirl.data.packing import pack
 from minirl.data.vision import read_vision
 from minirl.model import build, experts, families, fused, lora
 from minirl.model.families import FAMILIES

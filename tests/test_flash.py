@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
-from minirl.data.blocks import Layout
-from minirl.data.packing import pack
+from minirl.batch.attention_plan import Layout
+from minirl.batch.packing import pack
 from minirl.model import attention, build, flash, flash_package, kernels, ring_package
 from minirl.model.attention import attend, packed_attention
 from minirl.parallel.mesh import Context

@@ -13,12 +13,12 @@ from harness import RankFailed, ranks
 from minirl import checkpoint, supervised
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
 from minirl.checkpoint import changes
 from minirl.config.parse import parse_flags, save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
 from minirl.config.supervised import SFTConfig
-from minirl.data.exchange import exchange
 from minirl.model import build
 from minirl.model.freeze import frozen_names
 from minirl.plan.shape import read_shape

@@ -21,10 +21,10 @@ from harness import RankFailed, ranks
 from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
+from minirl.batch.attention_plan import Layout
+from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
-from minirl.data.blocks import Layout
-from minirl.data.packing import pack
 from minirl.model import build, experts, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.mesh import Context, join_world, make_mesh

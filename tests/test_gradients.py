@@ -13,11 +13,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import tiny
 from harness import ranks
 from minirl.algo import advantages, losses
+from minirl.batch import attention_plan
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.data import blocks
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.parallel import fsdp
 from minirl.policy import Policy
 from minirl.types.packed import Trajectory
@@ -68,7 +68,7 @@ def exact_norm(self, x):
 
 
 def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequence=False):
-    blocks.SHORT_PROMPT = 2  # most of the shared prompts here are a block of their own
+    attention_plan.SHORT_PROMPT = 2  # most of the shared prompts here are a block of their own
     for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         norm.forward = exact_norm
     cfg = PolicyConfig(

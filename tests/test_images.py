@@ -24,13 +24,13 @@ from harness import ranks
 from in_memory import ALONE, read_all
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import open_chats, to_examples
-from minirl.data.exchange import exchange
 from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import open_prompts

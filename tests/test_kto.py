@@ -18,11 +18,11 @@ from in_memory import ALONE, memory_rows, read_all
 from minirl import kto
 from minirl.algo import preference
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
 from minirl.data.labelled import Labelled, open_labelled
-from minirl.data.packing import pack
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.reference import Reference

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.batch.exchange import exchange
 from minirl.checkpoint import export
 from minirl.checkpoint.exporting import export_adapter
 from minirl.checkpoint.reading import saved_shapes
@@ -17,7 +18,6 @@ from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
-from minirl.data.exchange import exchange
 from minirl.model import build, lora
 from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy

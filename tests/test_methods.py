@@ -11,12 +11,12 @@ from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
 from minirl.algo.ratio import bounded_exp
 from minirl.base.errors import UserError
+from minirl.batch.attention_plan import Layout
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import RewardConfig
-from minirl.data.blocks import Layout
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.types.packed import Trajectory
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 

@@ -20,10 +20,11 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention, 
 import tiny
 from harness import ranks
 from minirl.base.errors import UserError
+from minirl.batch import attention_plan
+from minirl.batch.attention_plan import Layout
+from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig, ScratchConfig
-from minirl.data import blocks, chat
-from minirl.data.blocks import Layout
-from minirl.data.packing import pack
+from minirl.data import chat
 from minirl.data.turns import encode_chat
 from minirl.model import attention, build, families, gemma4, kernels, loading, logprob, scratch
 from minirl.parallel import fsdp
@@ -151,7 +152,7 @@ def naive_attention(q, k, v, sinks, batch, window, softcap):
 @pytest.mark.parametrize("extra", ["", "softcap", "sinks"])
 @pytest.mark.parametrize("short", [128, 10])
 def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, extra, short):
-    monkeypatch.setattr(blocks, "SHORT_PROMPT", short)
+    monkeypatch.setattr(attention_plan, "SHORT_PROMPT", short)
     batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
     q, k, v = (
@@ -185,7 +186,7 @@ def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, 
 @pytest.mark.parametrize("window", [None, 7])
 def test_kernels_agree(monkeypatch, spec, window):
     """torch's kernel for CPU and the formula, in float32 and bfloat16, forward and backward."""
-    monkeypatch.setattr(blocks, "SHORT_PROMPT", 10)
+    monkeypatch.setattr(attention_plan, "SHORT_PROMPT", 10)
     batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, len(batch.inputs), 6) for heads in (4, 2, 2)]

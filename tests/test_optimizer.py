@@ -16,13 +16,13 @@ from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
 from minirl import policy as policy_module
 from minirl.algo import losses
+from minirl.batch.exchange import exchange
 from minirl.checkpoint.state import state_dict_of
 from minirl.config.lora import LoraConfig
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig
-from minirl.data.exchange import exchange
 from minirl.model.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize

@@ -16,12 +16,12 @@ import torch
 from harness import RankFailed, ranks
 from minirl.algo import normalize
 from minirl.base.errors import UserError
+from minirl.batch import attention_plan
+from minirl.batch.attention_plan import Layout
+from minirl.batch.exchange import _Header, exchange, partition, pieces
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
-from minirl.data import blocks
-from minirl.data.blocks import Layout
-from minirl.data.exchange import _Header, exchange, partition, pieces
 from minirl.data.images import ImageSpan
-from minirl.data.packing import pack
 from minirl.parallel.mesh import Context
 from minirl.types.packed import Trajectory
 
@@ -95,7 +95,7 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     ).blocks  # a short prompt goes with each answer's keys
     assert block.rows is None and block.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
     assert block.cu_queries.tolist() == [0, 2, 3, 5] and block.cu_keys.tolist() == [0, 2, 5, 9]
-    monkeypatch.setattr(blocks, "SHORT_PROMPT", 1)
+    monkeypatch.setattr(attention_plan, "SHORT_PROMPT", 1)
     batch = pack(
         [trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU, temperature=0.7
     )
@@ -191,7 +191,7 @@ def expected_in_the_loss(trajectories):
 @pytest.fixture(params=[128, 4], ids=["short prompts", "long prompts"])
 def _prompts(request, monkeypatch):
     """Prompts of SPEC are all short, or most are long."""
-    monkeypatch.setattr(blocks, "SHORT_PROMPT", request.param)
+    monkeypatch.setattr(attention_plan, "SHORT_PROMPT", request.param)
 
 
 @pytest.mark.usefixtures("_prompts")

@@ -19,6 +19,8 @@ from in_memory import ALONE, memory_rows, read_all
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack, unpack
 from minirl.checkpoint.commands import export_checkpoint
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
@@ -31,8 +33,6 @@ from minirl.config.supervised import (
     RMConfig,
 )
 from minirl.data import chat
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack, unpack
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
@@ -246,7 +246,7 @@ def step(mesh, folder, budget, sequence, score):
 
 
 def pack_apart(pair, device):
-    from minirl.data import packing
+    from minirl.batch import packing
 
     share = packing._sequences
     packing._sequences = lambda rows, share: [

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
@@ -31,7 +32,6 @@ from minirl.config.shared import (
 from minirl.data import chat
 from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import attach
-from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision
 from minirl.envs.registry import make_env

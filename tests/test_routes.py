@@ -14,12 +14,12 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch import attention_plan, routes
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EngineConfig
-from minirl.data import blocks, routes
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.inputs import check_routers
 from minirl.model import build, families
 from minirl.policy import Policy
@@ -235,7 +235,7 @@ def exact_router(self, hidden):
 
 def step(mesh, folder, settings, budget):
     """The gradient, metrics and weights of an optimizer step of all `trajectories`."""
-    blocks.SHORT_PROMPT = 2
+    attention_plan.SHORT_PROMPT = 2
     Qwen3MoeRMSNorm.forward = exact_norm
     Qwen3MoeTopKRouter.forward = exact_router
     cfg = PolicyConfig(dtype="float64", max_grad_norm=0.0, **settings)

@@ -14,13 +14,13 @@ from harness import ranks
 from minirl import rl
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.supervised import SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_supervised
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.policy import Policy
 from minirl.schedule import learning_rate, minibatch_order, num_rl_steps
 from minirl.updates import update_in_passes

@@ -21,6 +21,7 @@ from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows, read_all, split
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.batch.packing import pack
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
@@ -29,7 +30,6 @@ from minirl.config.validate import validate_supervised
 from minirl.data import chat, turns
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
-from minirl.data.packing import pack
 from minirl.data.split import read_rows
 from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer

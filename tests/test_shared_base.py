@@ -8,11 +8,11 @@ import torch
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.parallel.fsdp import local, reshard
 from minirl.policy import Policy
 from sharded import whole

@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import GIB, ON_GPU, SMALL, part, value
 from minirl.algo import losses
+from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
-from minirl.data.packing import pack
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling

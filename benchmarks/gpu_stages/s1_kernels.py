@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks import gpu_bench
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import DEVICE, DTYPE, ON_GPU, SMALL, check, near, part, value
-from minirl.data.packing import pack
+from minirl.batch.packing import pack
 from minirl.model import experts, fused, logprob
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy

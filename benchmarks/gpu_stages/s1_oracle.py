@@ -17,9 +17,9 @@ import tyro
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import SMALL, check
 from minirl.algo import losses
+from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
-from minirl.data.packing import pack
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load

@@ -24,10 +24,10 @@ from benchmarks import gpu_bench
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import GIB, ON_GPU, SMALL, check, part, used_gib, value
 from minirl.algo import losses
+from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
-from minirl.data.packing import pack
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy

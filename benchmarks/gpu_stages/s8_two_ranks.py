@@ -23,10 +23,10 @@ import tyro
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import DEVICE, ON_GPU, SMALL, check
 from minirl.algo import losses
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.data.exchange import exchange
-from minirl.data.packing import pack
 from minirl.parallel.mesh import World, arrange, make_world
 from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load

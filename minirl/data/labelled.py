@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from minirl.base.errors import UserError, require
+from minirl.batch.packing import prompt_length
 from minirl.config.supervised import LabelledConfig
 from minirl.data.examples import Chats, Encoded, to_chat
-from minirl.data.packing import prompt_length
 from minirl.data.pairs import other_answer
 from minirl.data.rows import Place, Rows, open_rows
 from minirl.parallel.mesh import Mesh

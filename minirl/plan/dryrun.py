@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from minirl.algo import losses, preference
 from minirl.base.errors import BAD_INPUT, UserError, require
 from minirl.base.log import Timer
+from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
 from minirl.data.images import ImageSpan, to_url
-from minirl.data.packing import pack
 from minirl.data.vision import QwenVision
 from minirl.data.vision_base import ImageBatch, Vision
 from minirl.model import build, fused, loading

@@ -21,9 +21,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
+from minirl.batch.routes import extended
 from minirl.data import chat, harmony, images
 from minirl.data.images import ImageSpan
-from minirl.data.routes import extended
 from minirl.data.vision_base import Vision
 from minirl.types.packed import Trajectory
 
@@ -51,7 +51,7 @@ class Completion:
     # Of each token: whether a mask of guided decoding took probability from others, which puts it
     # outside the loss. Empty: nothing was guided.
     guided: list[bool] = field(default_factory=list)
-    # Of the prompt and the completion together, as data/routes.py says. None: not recorded.
+    # Of the prompt and the completion together, as batch/routes.py says. None: not recorded.
     routes: np.ndarray | None = None
     # Of each token: the likeliest tokens in its place with their log-probs. Empty: not asked for.
     top: list[list[tuple[int, float]]] = field(default_factory=list)

@@ -79,7 +79,7 @@ class EngineOutput(NamedTuple):
     finish_reason: str | None
     # Of each token: whether a guide's mask took probability from others. Empty: there is no guide.
     guided: list[bool]
-    # Of the request's tokens, those of the prompt first (data/routes.py). None: not now, or never.
+    # Of the request's tokens, those of the prompt first (batch/routes.py). None: not now, or never.
     routes: np.ndarray | None
     # Of each token: the likeliest ones in its place with their log-probs, as many as are asked for.
     top: Sequence[list[tuple[int, float]]] = ()

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from minirl.batch.routes import extended
 from minirl.data.images import ImageSpan
-from minirl.data.routes import extended
 from minirl.data.vision_base import Vision
 from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch

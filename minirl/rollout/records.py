@@ -29,7 +29,7 @@ import numpy as np
 from minirl.base.errors import UserError, require
 from minirl.base.files import write_whole
 from minirl.base.reading import parse_json, read_text
-from minirl.data import routes
+from minirl.batch import routes
 from minirl.data.images import ImageSpan
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minirl.base.errors import UserError
-from minirl.data import routes
+from minirl.batch import routes
 from minirl.data.images import ImageSpan
 from minirl.envs.base import Agent
 from minirl.rollout.conversation import Completion, Segment

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.data.recurrence import span_of
+from minirl.batch.recurrence import span_of
 from minirl.model import delta_rule
 
 

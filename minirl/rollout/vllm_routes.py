@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minirl.base.errors import UserError, require
-from minirl.data.routes import narrow
+from minirl.batch.routes import narrow
 
 FLAG = "enable_return_routed_experts"
 

@@ -61,7 +61,7 @@ class Trajectory:
     # The rest belongs to the last token. None: no reward was given for single answers.
     turn_rewards: np.ndarray | None = None
     # uint8 or int16 [R, M, k], R <= L: the experts to which the engine sent each of the first R
-    # tokens in each mixture of the model, as data/routes.py says. None: nobody asked for them.
+    # tokens in each mixture of the model, as batch/routes.py says. None: nobody asked for them.
     routes: np.ndarray | None = None
     images: list[ImageSpan] = field(default_factory=list)  # Images in the sequence, in order.
     # Number of sampled tokens in all trajectories of the group, on all ranks. `exchange` sets it.

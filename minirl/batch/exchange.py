@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from minirl.base.errors import UserError
+from minirl.batch.packing import prompt_length, shared_part
 from minirl.data.images import ImageSpan
-from minirl.data.packing import prompt_length, shared_part
 from minirl.parallel.mesh import Mesh
 from minirl.types.packed import Trajectory
 

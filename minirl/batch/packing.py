@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.data import routes
-from minirl.data.blocks import Layout, Sequence, build, on_device
-from minirl.data.recurrence import build_recurrence
+from minirl.batch import routes
+from minirl.batch.attention_plan import Layout, Sequence, build, on_device
+from minirl.batch.recurrence import build_recurrence
 from minirl.parallel import context as cp
 from minirl.types.packed import Packed, Trajectory
 

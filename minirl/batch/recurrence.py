@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import torch
 
-from minirl.data.blocks import Layout, Sequence, on_device
+from minirl.batch.attention_plan import Layout, Sequence, on_device
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
 from minirl.types.blocks import CHUNK, Chunks, Recurrence, Span
