@@ -28,7 +28,9 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.vision import read_vision
 from minirl.data.vision_base import Vision
 from minirl.envs.registry import make_env
-from minirl.model import build, delta_net, families, loading, mixtures, routing, scratch
+from minirl.model import build, families, loading, scratch
+from minirl.model.hybrid import delta_net
+from minirl.model.mixture import mixtures, routing
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (

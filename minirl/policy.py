@@ -24,7 +24,9 @@ from minirl.batch.attention_plan import Layout
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.vision import read_vision
-from minirl.model import build, delta_rule, families, loading, lora
+from minirl.model import build, families, loading
+from minirl.model.adapters import lora
+from minirl.model.hybrid import delta_rule
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon

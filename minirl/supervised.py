@@ -34,7 +34,8 @@ from minirl.inputs import (
     make_scratch,
 )
 from minirl.minibatches import make_minibatch
-from minirl.model import families, routing
+from minirl.model import families
+from minirl.model.mixture import routing
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen

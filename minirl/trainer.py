@@ -26,7 +26,7 @@ from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.inputs import choose_dtype
-from minirl.model import lora
+from minirl.model.adapters import lora
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload

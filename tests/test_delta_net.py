@@ -16,7 +16,8 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.batch.recurrence import build_recurrence
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import build, delta_net, delta_rule, fla_package
+from minirl.model import build
+from minirl.model.hybrid import delta_net, delta_rule, fla_package
 from minirl.plan.shape import read_shape
 from minirl.policy import Policy
 from test_model import CPU, model_batch

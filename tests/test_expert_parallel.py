@@ -19,8 +19,8 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.config.supervised import SFTConfig
-from minirl.model import experts
-from minirl.model.mixtures import check_experts, experts_of_token
+from minirl.model.mixture import experts
+from minirl.model.mixture.mixtures import check_experts, experts_of_token
 from minirl.parallel import experts as expert_parallel
 from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer

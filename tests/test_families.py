@@ -32,8 +32,10 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
 from minirl.data.vision import read_vision
-from minirl.model import build, experts, families, fused, lora
+from minirl.model import build, families, fused
+from minirl.model.adapters import lora
 from minirl.model.families import FAMILIES
+from minirl.model.mixture import experts
 from minirl.parallel import layout, tensor
 from minirl.policy import Policy
 from test_model import CPU, hugging_face, model_batch, weights_of

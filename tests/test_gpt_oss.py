@@ -13,8 +13,9 @@ from minirl import checkpoint
 from minirl.base.errors import UserError
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import build, mxfp4
+from minirl.model import build
 from minirl.model.families import check_supported
+from minirl.model.mixture import mxfp4
 from minirl.policy import Policy
 from test_rollout import ROWS, sampler_program
 

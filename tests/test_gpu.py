@@ -25,8 +25,9 @@ from minirl.batch.attention_plan import Layout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
-from minirl.model import build, experts, flash, flash_package, fused, kernels
+from minirl.model import build, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
+from minirl.model.mixture import experts
 from minirl.parallel.mesh import Context, join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.plan import pretend

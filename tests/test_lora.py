@@ -18,7 +18,8 @@ from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
-from minirl.model import build, lora
+from minirl.model import build
+from minirl.model.adapters import lora
 from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy
 from sharded import whole

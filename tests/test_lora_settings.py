@@ -9,7 +9,7 @@ from minirl.base.errors import UserError
 from minirl.config.adapters import validate_lora
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
-from minirl.model import nf4
+from minirl.model.adapters import nf4
 from test_config import changed, check_rl
 
 ADAPTED = {"policy__model": "m", "policy__lora__rank": 8}

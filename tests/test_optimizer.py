@@ -23,7 +23,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig
-from minirl.model.lora import is_adapter
+from minirl.model.adapters.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import ShardAdamW, dequantize, dynamic_code, quantize

@@ -18,7 +18,8 @@ from minirl.config.named import check_run
 from minirl.config.parse import load_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
-from minirl.model import adapter_files, build, loading
+from minirl.model import build, loading
+from minirl.model.adapters import files
 from minirl.model.weight_files import open_weights
 from minirl.parallel.mesh import Mesh
 
@@ -156,8 +157,8 @@ def _write_adapter(
     """Write the adapter of a checkpoint in PEFT's format."""
     tensors = {}
     for name, t in base.trained.items():
-        tensors[adapter_files.name_in_file(name)] = adapter_files.to_file(name, t).contiguous()
-    described = adapter_files.describe(base.model, policy.lora, source)
+        tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
+    described = files.describe(base.model, policy.lora, source)
     publish_adapter(tensors, described, output, mesh)
 
 
@@ -168,13 +169,13 @@ def merge(cfg: MergeConfig, mesh: Mesh) -> None:
         UserError: there is no adapter, or it is of another model, or the output folder exists.
     """
     folder = Path(cfg.adapter)
-    settings = adapter_files.read_settings(folder, "adapter")
-    modules, whole = adapter_files.read_names(folder, "adapter")
+    settings = files.read_settings(folder, "adapter")
+    modules, whole = files.read_names(folder, "adapter")
     setting = "model"
     name = cfg.model
     if not name:
-        setting = f"base_model_name_or_path in {folder / adapter_files.CONFIG}"
-        name = adapter_files.base_of(folder, "adapter")
+        setting = f"base_model_name_or_path in {folder / files.CONFIG}"
+        name = files.base_of(folder, "adapter")
         require(name, f"{setting} is empty; name the model that {folder} adapts by --model")
     source = build.find_folder(name, setting)
     output = Path(cfg.output or f"{cfg.adapter.rstrip('/')}-merged")
@@ -183,7 +184,7 @@ def merge(cfg: MergeConfig, mesh: Mesh) -> None:
 
     settings = replace(settings, targets=modules, quantization=cfg.quantization)
     base = Base(source, settings, _dtype_of(source), "adapter", frozenset(whole))
-    adapter_files.fill_trained(base.trained, folder, "adapter")
+    files.fill_trained(base.trained, folder, "adapter")
     write_merged(base, source, output, mesh)
     if mesh.rank == 0:
         print(output)

@@ -18,7 +18,7 @@ from minirl.checkpoint.folder import (
     write_companions,
     write_files,
 )
-from minirl.model import adapter_files
+from minirl.model.adapters import files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
@@ -146,8 +146,8 @@ def export_adapter(policy: Policy, folder: Path) -> None:
         UserError: it cannot be written.
     """
     policy.shards()  # which reshards the model
-    tensors = adapter_files.gather_adapter(policy.model, is_writer=policy.mesh.rank == 0)
-    described = adapter_files.describe(policy.model, policy.cfg.lora, policy.folder)
+    tensors = files.gather_adapter(policy.model, is_writer=policy.mesh.rank == 0)
+    described = files.describe(policy.model, policy.cfg.lora, policy.folder)
     publish_adapter(tensors, described, folder, policy.mesh)
 
 
@@ -170,7 +170,7 @@ def publish_adapter(
     def write() -> None:
         remove(partial)
         partial.mkdir(parents=True)
-        adapter_files.write_adapter(tensors, described, partial)
+        files.write_adapter(tensors, described, partial)
         publish_folder(folder)
 
     failure = mesh.broadcast(attempt(write, 0) if mesh.rank == 0 else "", 0)

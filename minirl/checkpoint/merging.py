@@ -8,9 +8,10 @@ from torch import Tensor
 from minirl.checkpoint.exporting import Exporter
 from minirl.checkpoint.folder import plan_folder
 from minirl.config.lora import LoraConfig
-from minirl.model import build, families, loading, lora, nf4
+from minirl.model import build, families, loading
+from minirl.model.adapters import lora, nf4
+from minirl.model.adapters.merge import merge
 from minirl.model.build import CausalModel
-from minirl.model.merge import merge
 from minirl.model.weight_files import open_weights
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import LORA_A, LORA_B

@@ -29,24 +29,13 @@ from minirl.base.reading import is_file, library_reads
 from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.model import (
-    attention,
-    delta_net,
-    experts,
-    families,
-    fused,
-    gemma4,
-    loading,
-    lora,
-    mixtures,
-    mxfp4,
-    nf4,
-    routing,
-    sizes,
-)
-from minirl.model.adapter_files import is_adapter_folder, read_adapter
+from minirl.model import attention, families, fused, gemma4, loading, sizes
+from minirl.model.adapters import lora, nf4
+from minirl.model.adapters.files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
+from minirl.model.hybrid import delta_net
 from minirl.model.logprob import logprob_entropy
+from minirl.model.mixture import experts, mixtures, mxfp4, routing
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all

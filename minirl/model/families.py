@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from minirl.base.errors import require
 from minirl.model import in_engine, plans, sizes
-from minirl.model.delta_rule import convolution
 from minirl.model.family import DENSE, FEATURES, HEADS, ExpertNames, Family, Fused, FusedExperts
+from minirl.model.hybrid.delta_rule import convolution
 from minirl.model.refused import REFUSED
 from minirl.parallel.regions import CheckpointSlice, Region
 
@@ -48,7 +48,7 @@ _DEEPSEEK = Family(
     experts=_EXPERTS,
     sigmoid_router=True,
 )
-# Gated delta nets (model/delta_net.py) in most layers. Value heads are a multiple of key heads.
+# Gated delta nets (model/hybrid/delta_net.py) in most layers. Value heads are a multiple of key heads.
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
     plan=plans.HYBRID,

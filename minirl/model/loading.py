@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from minirl.base.errors import require
-from minirl.model import families, lora, nf4
+from minirl.model import families
+from minirl.model.adapters import lora, nf4
 from minirl.model.weight_files import check_floats, file_of, open_weights
 from minirl.parallel import fsdp
 from minirl.parallel.regions import CheckpointSlice, intersect, view_of

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from minirl.base.errors import UserError, require
 from minirl.base.reading import read_json
-from minirl.model import mxfp4
+from minirl.model.mixture import mxfp4
 
 # What weights may be, by the names of safetensors.
 FLOATS = ("F16", "BF16", "F32", "F64")

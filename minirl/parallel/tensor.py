@@ -32,7 +32,7 @@ from minirl.parallel.fsdp import local
 from minirl.parallel.layout import WHOLE, Forward, Layout, shard_all
 from minirl.parallel.redistribute import move, own_parts
 
-# Names of a linear's adapter (model/lora.py), [rank, in] and [out, rank].
+# Names of a linear's adapter (model/adapters/lora.py), [rank, in] and [out, rank].
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 # Where they are fewer than ranks, each is on several.
@@ -153,7 +153,7 @@ def _column_parts(module: Any, tp: TensorParallel) -> Forward:
 
 
 def _delta_net(module: Any, tp: TensorParallel) -> Forward:
-    """Keep this rank's heads of a gated delta net (model/delta_net.py)."""
+    """Keep this rank's heads of a gated delta net (model/hybrid/delta_net.py)."""
     size = tp.group.size()
     module.num_k_heads //= size
     module.num_v_heads //= size
@@ -217,7 +217,7 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     """Keep some of the experts of fused tensors [experts, ...].
 
     Tokens of other ranks' experts give 0 here, and the block sums over ranks. To the experts
-    function (model/experts.py) an index of `num_experts` means no expert.
+    function (model/mixture/experts.py) an index of `num_experts` means no expert.
     """
     num_experts = module.num_experts // tp.group.size()
     first = tp.group.rank() * num_experts

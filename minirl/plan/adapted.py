@@ -14,7 +14,8 @@ from minirl.base.errors import UserError
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.model import build, loading, lora, nf4
+from minirl.model import build, loading
+from minirl.model.adapters import lora, nf4
 from minirl.model.freeze import patterns_of
 from minirl.parallel.tensor import LORA_A, LORA_B
 

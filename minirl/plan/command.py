@@ -9,7 +9,8 @@ from minirl.base.errors import BAD_INPUT, DONE, require
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, SupervisedConfig
-from minirl.model import build, families, mixtures
+from minirl.model import build, families
+from minirl.model.mixture import mixtures
 from minirl.parallel import tensor
 from minirl.plan import advice, estimate, page, pretend
 from minirl.plan.flags import find_card

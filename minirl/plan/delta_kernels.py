@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import fla_package
+from minirl.model.hybrid import fla_package
 from minirl.plan.delta_nets import delta_rule_flops
 from minirl.types.blocks import CHUNK
 

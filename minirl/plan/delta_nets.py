@@ -1,4 +1,4 @@
-"""Sizes and work of gated delta nets, the layers with a state of model/delta_net.py."""
+"""Sizes and work of gated delta nets, the layers with a state of model/hybrid/delta_net.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

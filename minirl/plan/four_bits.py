@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import loading, nf4
-from minirl.model.nf4 import BLOCK, NESTED
+from minirl.model import loading
+from minirl.model.adapters import nf4
+from minirl.model.adapters.nf4 import BLOCK, NESTED
 
 
 @torch.library.custom_op("minirl_plan::dequantize_4bit", mutates_args=())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import nf4
+from minirl.model.adapters import nf4
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
 from minirl.plan.adapted import PACKED_BYTES, Adapters

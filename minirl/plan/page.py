@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from minirl.model import delta_rule, families
+from minirl.model import families
+from minirl.model.hybrid import delta_rule
 from minirl.plan import kinds
 from minirl.plan.advice import Advice
 from minirl.plan.cards import REACHED

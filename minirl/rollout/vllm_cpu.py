@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, silu
 from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data.vision_base import Vision
-from minirl.model.delta_rule import convolution
+from minirl.model.hybrid.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear, wide_logits
 from minirl.rollout.vllm_delta import patch_delta_nets

@@ -1,4 +1,4 @@
-"""Gated delta nets (model/delta_net.py) in vLLM's CPU build, by formulas that take any weights.
+"""Gated delta nets (model/hybrid/delta_net.py) in vLLM's CPU build, by formulas that take any weights.
 
 Its own kernels demand bfloat16 and convolutions that are packed once, after loading, where no refit
 reaches them.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minirl.batch.recurrence import span_of
-from minirl.model import delta_rule
+from minirl.model.hybrid import delta_rule
 
 
 def patch_delta_nets() -> None:

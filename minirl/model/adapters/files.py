@@ -21,8 +21,8 @@ from minirl.base.errors import UserError, require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
 from minirl.config.lora import LoraConfig
-from minirl.model import lora
-from minirl.model.lora import FUSED, is_adapter, weight_of
+from minirl.model.adapters import lora
+from minirl.model.adapters.lora import FUSED, is_adapter, weight_of
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.tensor import LORA_A, LORA_B
 

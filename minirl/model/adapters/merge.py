@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import nf4
-from minirl.model.nf4 import Multiply, Packed
+from minirl.model.adapters import nf4
+from minirl.model.adapters.nf4 import Multiply, Packed
 
 RANKS = 8  # The grouped kernel of CUDA takes rows of a multiple of 16 bytes.
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from minirl.base.errors import require
-from minirl.model import fla_package
-from minirl.model.delta_rule import (
+from minirl.model.hybrid import fla_package
+from minirl.model.hybrid.delta_rule import (
     convolution,
     convolution_formula,
     decay_formula,

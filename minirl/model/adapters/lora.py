@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 
 from minirl.base.errors import UserError, require
 from minirl.config.lora import LoraConfig
-from minirl.model import nf4
-from minirl.model.experts import FUSED
+from minirl.model.adapters import nf4
+from minirl.model.adapters.merge import merge, product
+from minirl.model.adapters.nf4 import Packed
 from minirl.model.freeze import frozen_names
-from minirl.model.merge import merge, product
-from minirl.model.nf4 import Packed
+from minirl.model.mixture.experts import FUSED
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.tensor import LORA_A, LORA_B
 
@@ -125,7 +125,7 @@ def _pack_layers(
                 _check_layout(module, module_name, setting)
             here[name] = nf4.pack(module, name, whole_name)
             adapters.packed[whole_name] = here[name]
-        if not is_linear:  # for model/experts.py
+        if not is_linear:  # for model/mixture/experts.py
             module.adapters = adapters
             module.packed = here
         elif here:
@@ -187,7 +187,7 @@ def _attach_to_experts(
     for fused in FUSED:
         weight = module.get_parameter(fused)
         _register(module, f"{fused}_", weight, adapters, dtype)
-    module.adapters = adapters  # type: ignore[assignment]  # for model/experts.py
+    module.adapters = adapters  # type: ignore[assignment]  # for model/mixture/experts.py
 
 
 def _check_layout(module: Any, name: str, setting: str) -> None:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from minirl.model import nf4
-from minirl.model.merge import product
+from minirl.model.adapters import nf4
+from minirl.model.adapters.merge import product
 from minirl.parallel.experts import ExpertParallel, SortedRows, divide_experts
 from minirl.parallel.tensor import LORA_A, LORA_B
 

@@ -7,7 +7,7 @@ model, which stay the library's:
   router takes them, too. Its scores are its own, with their gradient, and are normalised over those
   experts as its family does it. Rounding makes a trainer and an engine choose differently now and
   then, which changes a token's log-prob more than all other rounding.
-* Counts of a step, and what they are for, are in model/balance.py.
+* Counts of a step, and what they are for, are in model/mixture/balance.py.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.model import families
-from minirl.model.balance import BIAS, Balance, WithGradient
-from minirl.model.mixtures import experts_of_token
+from minirl.model.mixture.balance import BIAS, Balance, WithGradient
+from minirl.model.mixture.mixtures import experts_of_token
 from minirl.parallel.mesh import Mesh
 from minirl.types.packed import Packed
 
