@@ -32,6 +32,7 @@ from minirl.algo import losses
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine.engine import RolloutEngine
 from minirl.model import scratch
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
@@ -41,7 +42,6 @@ from minirl.plan.load import Load
 from minirl.plan.shape import cut
 from minirl.policy import Policy
 from minirl.rl import Trainer
-from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 
 

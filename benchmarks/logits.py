@@ -26,13 +26,13 @@ from benchmarks.router_replay import ENGINES, to_trajectory
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine import patches
+from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import build
 from minirl.model.logprob import logprob_entropy
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.rollout import vllm_patches
-from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.types.packed import Packed, Trajectory
 
 
@@ -122,7 +122,7 @@ def main(args: Arguments) -> None:
         make_model(folder, args)
         policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh, trainable=False)
         for head in args.heads:
-            vllm_patches.HEAD_DTYPE = head
+            patches.HEAD_DTYPE = head
             trajectories, seconds = sample(folder, mesh, args)
             batch = pack(trajectories, mesh.device, layout=policy.layout)
             with mock.patch.object(build, "logprob_entropy", wide):

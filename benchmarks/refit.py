@@ -19,10 +19,10 @@ from pathlib import Path
 from minirl import cli
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
+from minirl.engine.engine import RolloutEngine
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 
 REPEATS = 10

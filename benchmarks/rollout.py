@@ -49,12 +49,12 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data.prompts import Prompts
+from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Env, Result, State
 from minirl.envs.single_turn import SingleTurn
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.rewards.functions import Rewards
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.sampler import Sampler
 from minirl.types.packed import Trajectory

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.types.packed import Packed, Trajectory
 
 # Names of the number of experts and of their size in the config of a family.

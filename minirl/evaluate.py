@@ -25,6 +25,7 @@ from minirl.data import chat
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.vision import read_vision, sampling_stops
+from minirl.engine.engine import RolloutEngine
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.evaluation import eval_sampling, evaluate
@@ -37,7 +38,6 @@ from minirl.policy import Policy
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
-from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.user_code import limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, PromptChecks

@@ -10,9 +10,9 @@ from minirl.base.errors import UserError
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
+from minirl.engine.engine import Sampling
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.model import RewardModel
-from minirl.rollout.engine import Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.types.packed import Trajectory
 

@@ -8,10 +8,10 @@ from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.rl import RLConfig
 from minirl.data.vision import sampling_stops
+from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent
 from minirl.inputs import Inputs
 from minirl.policy import Policy
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.groups import StepRollout
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler

@@ -19,6 +19,7 @@ from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.parse import load_config
 from minirl.config.rl import RLConfig
+from minirl.engine.engine import RolloutEngine
 from minirl.generation import Generation
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
@@ -26,7 +27,6 @@ from minirl.parallel.mesh import Mesh
 from minirl.policy import Metrics, Policy
 from minirl.rewards.functions import score_reasoning_gym
 from minirl.rl import Trainer
-from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 from minirl.rollout.refit_plan import Planner
 from minirl.rollout.sampler import Sampler

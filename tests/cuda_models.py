@@ -92,11 +92,11 @@ import tiny  # noqa: E402
 from minirl.config.policy import PolicyConfig  # noqa: E402
 from minirl.config.rl import RefitConfig  # noqa: E402
 from minirl.config.shared import EngineConfig  # noqa: E402
+from minirl.engine.engine import RolloutEngine  # noqa: E402
+from minirl.engine.latent import LatentAttention  # noqa: E402
 from minirl.parallel.mesh import Mesh, join_world  # noqa: E402
 from minirl.policy import Policy  # noqa: E402
-from minirl.rollout.engine import RolloutEngine  # noqa: E402
 from minirl.rollout.refit import Refit  # noqa: E402
-from minirl.rollout.vllm_latent import LatentAttention  # noqa: E402
 
 
 class Engine(RolloutEngine):

@@ -17,9 +17,9 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RefitConfig
 from minirl.config.shared import EngineConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy
-from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 from sharded import whole
 from test_gradients import batches_of, trajectories

@@ -23,6 +23,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
+from minirl.engine.engine import Sampling
 from minirl.envs.base import Env, Result
 from minirl.evaluation import evaluate
 from minirl.inputs import check_output, find_model
@@ -32,7 +33,6 @@ from minirl.parallel.machines import check_can_write
 from minirl.parallel.watch import Watch
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Conversation
-from minirl.rollout.engine import Sampling
 from minirl.rollout.episode import Episode, EpisodeRunner
 
 

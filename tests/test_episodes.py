@@ -20,9 +20,9 @@ from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateCo
 from minirl.data import chat, images
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision, sampling_stops
+from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.rewards.functions import Rewards
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import spread

@@ -21,12 +21,12 @@ from minirl.config.shared import (
 )
 from minirl.data import chat
 from minirl.data.prompts import Prompts
+from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import PolicyInfo, State
 from minirl.envs.openrlhf import OpenRLHF
 from minirl.envs.openrlhf_executor import OpenRLHFExecutor
 from minirl.envs.registry import make_env
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from test_rollout import ENGINE, make_policy

@@ -246,7 +246,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "engine.py").write_text(
         "import time\n"
-        "from minirl.rollout.engine import RolloutEngine\n"
+        "from minirl.engine.engine import RolloutEngine\n"
         "RolloutEngine.step = lambda engine: time.sleep(1000)\n"
         "def good(prompt, completion, row):\n"
         "    return 1.0\n"
@@ -394,7 +394,7 @@ FAILS_AFTER_A_SIGNAL = """
 import os, pathlib, signal, time
 from minirl.base.errors import UserError
 from minirl.parallel import watch
-from minirl.rollout.engine import RolloutEngine
+from minirl.engine.engine import RolloutEngine
 
 told = pathlib.Path(__file__).with_name("rank-1-is-told")
 

@@ -25,6 +25,8 @@ from minirl.batch.attention_plan import Layout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine import patches
+from minirl.engine.engine import RolloutEngine
 from minirl.model import build, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.mixture import experts
@@ -32,8 +34,6 @@ from minirl.parallel.mesh import Context, join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.plan import pretend
 from minirl.policy import Policy
-from minirl.rollout import vllm_patches
-from minirl.rollout.engine import RolloutEngine
 from minirl.types.blocks import Options
 from minirl.types.packed import Trajectory
 from test_families import mixture_inputs
@@ -263,9 +263,9 @@ def refit_and_sample(mesh, folder):
     )
     from minirl.data import chat
     from minirl.data.prompts import Prompts
+    from minirl.engine.engine import Sampling
     from minirl.envs.registry import make_env
     from minirl.rewards.functions import make_rewards
-    from minirl.rollout.engine import Sampling
     from minirl.rollout.refit import Refit
     from minirl.rollout.sampler import Sampler
 
@@ -736,7 +736,7 @@ def test_vllm_leaves_the_generators_as_they_are(device, monkeypatch):
     torch.manual_seed(5)
     torch.cuda.manual_seed_all(5)
     before = torch.get_rng_state(), torch.cuda.get_rng_state(0)
-    with vllm_patches.keep_process_state():
+    with patches.keep_process_state():
         torch.manual_seed(0)
         torch.cuda.manual_seed_all(0)
     assert torch.equal(torch.get_rng_state(), before[0])

@@ -15,12 +15,12 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data import chat
+from minirl.engine import engine as engine_module
+from minirl.engine.engine import RolloutEngine, Sampling
+from minirl.engine.grammars import MassRecorder, json_guide
+from minirl.engine.loop import EngineLoop, Request
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout import engine as engine_module
 from minirl.rollout.conversation import Completion, Prompt, Segment
-from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.engine_loop import EngineLoop, Request
-from minirl.rollout.guides import MassRecorder, json_guide
 from minirl.rollout.tool_calls import make_reader
 from test_server import TEMPLATE
 

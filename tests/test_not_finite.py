@@ -18,11 +18,11 @@ from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RefitConfig, RLConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine.engine import RolloutEngine
 from minirl.model import weight_files
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy
 from minirl.rl import Trainer
-from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 from programs import QUICKSTART, fork
 from test_gradients import batches_of, trajectories

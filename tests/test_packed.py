@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from harness import ranks
-from minirl.rollout import packed
+from minirl.engine.cpu import packed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="copies of the CPU engine")
 

@@ -27,6 +27,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.data.sources import open_source
+from minirl.engine.loop import EngineLoop
 from minirl.inputs import find_other_model
 from minirl.parallel.watch import Watch
 from minirl.plan import __main__ as planner
@@ -36,7 +37,6 @@ from minirl.plan.planner import GIB
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout import tickets as tickets_module
-from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.pacing import Goal

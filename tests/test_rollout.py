@@ -34,15 +34,15 @@ from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import attach
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision
+from minirl.engine import failures, patches
+from minirl.engine.engine import RolloutEngine, Sampling
+from minirl.engine.num_seqs import resolve_num_seqs
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
-from minirl.rollout import vllm_errors, vllm_patches
-from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 
@@ -57,17 +57,17 @@ def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not()
     config = AutoConfig.for_model("gemma4_text")
     with pytest.raises(RuntimeError, match="'head_dim' is a per-layer attribute") as caught:
         config.head_dim  # noqa: B018  # what vLLM 0.26 reads
-    assert "install vLLM 0.32" in vllm_errors.remedy(caught.value)
-    assert vllm_errors.remedy(RuntimeError("no memory")) == ""
+    assert "install vLLM 0.32" in failures.remedy(caught.value)
+    assert failures.remedy(RuntimeError("no memory")) == ""
 
 
 def test_a_family_that_an_old_engine_cannot_serve_is_refused(tmp_path):
     for family in ("ministral", "ministral3"):
         AutoConfig.for_model(family).save_pretrained(tmp_path / family)
-    vllm_errors.check_family(tmp_path / "ministral3", "0.32.0")
-    vllm_errors.check_family(tmp_path / "ministral", "0.26.0")
+    failures.check_family(tmp_path / "ministral3", "0.32.0")
+    failures.check_family(tmp_path / "ministral", "0.26.0")
     with pytest.raises(UserError, match=r"cannot serve ministral3 .* install vLLM 0\.32"):
-        vllm_errors.check_family(tmp_path / "ministral3", "0.26.0")
+        failures.check_family(tmp_path / "ministral3", "0.26.0")
 
 
 def make_policy(folder, mesh):
@@ -635,7 +635,7 @@ def logits_of(mesh, folder, dtype, head, tp):
     """Dtypes of the engine's logits, their largest error and the largest of them, and log-probs."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    vllm_patches.HEAD_DTYPE = head
+    patches.HEAD_DTYPE = head
     cfg = EngineConfig(**ENGINE | {"tensor_parallel_size": tp})
     engine = RolloutEngine(cfg, folder, mesh, dtype=dtype, load_weights=True)
     apply = LogitsProcessor._apply_head
@@ -672,5 +672,5 @@ def test_logits_of_weights_in_bfloat16_are_in_float32(tmp_path, family, tied, tp
 def test_a_quantized_head_computes_in_the_dtype_of_its_model():
     """vLLM refuses another one. A refit brings plain weights."""
     config = AutoConfig.for_model("gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    assert "head_dtype" not in vars(vllm_patches.config_of_files(config))
-    assert vllm_patches.config_of_policy(config).head_dtype == "float32"
+    assert "head_dtype" not in vars(patches.config_of_files(config))
+    assert patches.config_of_policy(config).head_dtype == "float32"

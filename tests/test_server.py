@@ -25,10 +25,10 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
+from minirl.engine.engine import RolloutEngine, Sampling
+from minirl.engine.loop import EngineLoop
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
-from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.refit import Refit
 from minirl.rollout.server import Endpoint
 

@@ -38,7 +38,7 @@ PACKAGES = (
 MODULES = (
     "vllm",
     "minirl.rl",
-    "minirl.rollout.engine",
+    "minirl.engine.engine",
     "benchmarks.gpu_sections",
     "minirl.envs.tools",
     "minirl.serving.server",

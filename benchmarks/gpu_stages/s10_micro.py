@@ -29,9 +29,9 @@ from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.types.packed import Packed, Trajectory
 

@@ -28,11 +28,11 @@ from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
+from minirl.engine import patches
+from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.rollout import vllm_patches
-from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.types.packed import Packed, Trajectory
 
@@ -119,8 +119,8 @@ class Stage:
             gpu_memory_utilization=self.args.utilization,
             enforce_eager=self.args.eager,
         )
-        dtype = "model" if self.args.model_head else vllm_patches.HEAD_DTYPE
-        with mock.patch.object(vllm_patches, "HEAD_DTYPE", dtype):
+        dtype = "model" if self.args.model_head else patches.HEAD_DTYPE
+        with mock.patch.object(patches, "HEAD_DTYPE", dtype):
             return RolloutEngine(
                 cfg, self.folder, self.mesh, dtype=self.dtype, timer=self.policy.timer
             )

@@ -13,6 +13,7 @@ from minirl.base.errors import require
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
+from minirl.engine.num_seqs import MOST_SEQS
 from minirl.plan import kinds
 from minirl.plan.cards import (
     EAGER_SECONDS_PER_LAYER,
@@ -26,7 +27,6 @@ from minirl.plan.delta_nets import DeltaNets
 from minirl.plan.formulas import Cost
 from minirl.plan.shape import Shape
 from minirl.plan.workload import Role, Workload
-from minirl.rollout.num_seqs import MOST_SEQS
 
 GIB = 2**30
 # What no dry run sees. Sizes are usual ones: they depend on driver, NCCL and vLLM.

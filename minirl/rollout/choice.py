@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import harmony
+from minirl.engine.loop import Request
 from minirl.rollout.conversation import (
     Completion,
     Prompt,
@@ -13,7 +14,6 @@ from minirl.rollout.conversation import (
     decode_after,
     speaks_harmony,
 )
-from minirl.rollout.engine_loop import Request
 from minirl.rollout.protocol import CompletionRequest, JSONObject
 from minirl.rollout.tool_calls import ToolCall, ToolReader
 

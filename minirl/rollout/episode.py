@@ -21,12 +21,12 @@ from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.data.messages import why_no_messages
+from minirl.engine.engine import Sampling
+from minirl.engine.loop import EngineLoop, Request, in_thread
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
-from minirl.rollout.engine import Sampling
-from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types.packed import UNSET, Trajectory
 
 MOST_CHARACTERS = 500  # Of a column of a row, for people.

@@ -17,8 +17,8 @@ from minirl.config.shared import EndpointConfig
 from minirl.data import images
 from minirl.data.messages import for_template, read_template_kwargs
 from minirl.data.vision_base import Vision
+from minirl.engine.grammars import Guide, json_guide
 from minirl.rollout.conversation import Conversation, to_message
-from minirl.rollout.guides import Guide, json_guide
 from minirl.rollout.tool_calls import ToolCall, ToolReader, choose, make_reader
 from minirl.serving.limits import BadRequest
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from minirl.base.errors import UserError, require
 from minirl.config.rl import RefitConfig
+from minirl.engine.engine import NamedTensors, RolloutEngine
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
 from minirl.parallel.regions import CheckpointSlice, Region
-from minirl.rollout.engine import NamedTensors, RolloutEngine
 from minirl.rollout.refit_buckets import Wanted, wire_dtypes
 from minirl.rollout.refit_copies import Place
 from minirl.rollout.refit_plan import Bucket, Planner

@@ -9,10 +9,10 @@ from functools import partial
 from starlette.types import Receive
 
 from minirl.config.shared import EndpointConfig
+from minirl.engine.engine import Sampling
+from minirl.engine.loop import EngineLoop, Request
 from minirl.rollout.choice import Choice
 from minirl.rollout.conversation import Completion, Conversation, Prompt
-from minirl.rollout.engine import Sampling
-from minirl.rollout.engine_loop import EngineLoop, Request
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.protocol import (
     CompletionRequest,

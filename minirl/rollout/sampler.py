@@ -19,11 +19,11 @@ import torch
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data.prompts import Prompts
+from minirl.engine.engine import RolloutEngine, Sampling
+from minirl.engine.loop import EngineLoop
 from minirl.envs.base import Agent, Env
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation
-from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.groups import Group, GroupScheduler, StepRollout
 from minirl.rollout.pacing import Goal, GroupState, Pace

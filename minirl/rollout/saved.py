@@ -21,10 +21,10 @@ import numpy as np
 from minirl.base.errors import UserError
 from minirl.batch import routes
 from minirl.data.images import ImageSpan
+from minirl.engine.engine import Sampling
+from minirl.engine.loop import Request
 from minirl.envs.base import Agent
 from minirl.rollout.conversation import Completion, Segment
-from minirl.rollout.engine import Sampling
-from minirl.rollout.engine_loop import Request
 from minirl.rollout.episode import Episode
 from minirl.rollout.groups import Group
 from minirl.rollout.plain import NotPlain, PlainReader, PlainWriter

@@ -20,11 +20,11 @@ from starlette.types import Receive
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
+from minirl.engine.engine import Sampling
+from minirl.engine.loop import EngineLoop
 from minirl.envs.base import Session
 from minirl.rollout import anthropic, responses
 from minirl.rollout.conversation import Conversation, Prompt
-from minirl.rollout.engine import Sampling
-from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.protocol import JSONObject, event, parse_request
 from minirl.rollout.response import MODEL, PendingResponse, SessionState, read_prompts
 from minirl.rollout.tool_calls import preload

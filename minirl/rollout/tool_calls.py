@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
 from minirl.data import chat, harmony
-from minirl.rollout.guides import Guide, is_deeper, tag_guide
+from minirl.engine.grammars import Guide, is_deeper, tag_guide
 
 ToolCall = tuple[str, dict]  # name and arguments
 

@@ -18,11 +18,11 @@ from typing import Any
 from minirl.batch.routes import extended
 from minirl.data.images import ImageSpan
 from minirl.data.vision_base import Vision
+from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
+from minirl.engine.grammars import Guide
 from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion
-from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
-from minirl.rollout.guides import Guide
 
 
 @dataclass(kw_only=True)

@@ -28,12 +28,13 @@ from minirl.config.shared import EngineConfig
 from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import rgb
 from minirl.data.vision_base import Vision
+from minirl.engine import failures, patches, routed_experts
+from minirl.engine.cpu import cpu_build, packed
+from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
+from minirl.engine.latent import LatentAttention
+from minirl.engine.num_seqs import resolve_num_seqs
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-from minirl.rollout import packed, vllm_cpu, vllm_errors, vllm_patches, vllm_routes
-from minirl.rollout.guides import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
-from minirl.rollout.num_seqs import resolve_num_seqs
-from minirl.rollout.vllm_latent import LatentAttention
 
 # Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
 # weights are out of reach.
@@ -130,12 +131,14 @@ class RolloutEngine:
         self.vision = vision
         self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
-        self.uncompiled = contextlib.nullcontext if self.on_cuda else vllm_cpu.uncompiled
+        self.uncompiled = contextlib.nullcontext if self.on_cuda else cpu_build.uncompiled
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
         self.latent = LatentAttention(self.model)
-        self.routes = vllm_routes.read_from(self.llm, self.model, self.on_cuda) if routes else None
+        self.routes = (
+            routed_experts.read_from(self.llm, self.model, self.on_cuda) if routes else None
+        )
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -148,38 +151,38 @@ class RolloutEngine:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
-        with vllm_patches.keep_process_state(), quiet, self.uncompiled():
+        with patches.keep_process_state(), quiet, self.uncompiled():
             logging.getLogger("vllm").setLevel(logging.ERROR)
             with no_collections():
                 import vllm
                 import vllm.entrypoints.llm  # which `vllm.LLM` would import later
 
-            vllm_errors.check_family(folder, vllm.__version__)
-            vllm_patches.patch_transformers_base()
+            failures.check_family(folder, vllm.__version__)
+            patches.patch_transformers_base()
             if not self.on_cuda:
-                vllm_cpu.patch_cpu(self.mesh)
+                cpu_build.patch_cpu(self.mesh)
             if isinstance(self.vision, GemmaVision):
-                vllm_patches.patch_newlines(self.vision)
+                patches.patch_newlines(self.vision)
             if self.vision and self.vision.sees_ahead != "never" and not self.on_cuda:
-                vllm_cpu.patch_images(self.vision)
+                cpu_build.patch_images(self.vision)
             if self.masses:
                 patch_masks(self.masses)
             try:
-                more = vllm_routes.arguments(self.on_cuda) if routes else {}
+                more = routed_experts.arguments(self.on_cuda) if routes else {}
                 return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
             except (ValueError, RuntimeError, AssertionError) as error:
-                if isinstance(error, AssertionError) and not vllm_errors.is_about_memory(error):
+                if isinstance(error, AssertionError) and not failures.is_about_memory(error):
                     raise
-                memory = vllm_errors.memory_report(self.cfg) if self.on_cuda else ""
+                memory = failures.memory_report(self.cfg) if self.on_cuda else ""
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
-                    f"{error}{vllm_errors.remedy(error)}{memory}"
+                    f"{error}{failures.remedy(error)}{memory}"
                 ) from error
 
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
         cfg = self.cfg
-        change = vllm_patches.config_of_files if load_weights else vllm_patches.config_of_policy
+        change = patches.config_of_files if load_weights else patches.config_of_policy
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": dtype,
@@ -221,7 +224,7 @@ class RolloutEngine:
                 # Other backends shuffle expert weights after loading; a refit would miss them.
                 "moe_backend": "triton",
             }
-        return arguments | vllm_cpu.arguments(cfg, folder)
+        return arguments | cpu_build.arguments(cfg, folder)
 
     # ----------------------------------------------------------------------------------------------
     # weights
@@ -326,9 +329,9 @@ class RolloutEngine:
             try:
                 self.llm.sleep(level=self.cfg.sleep_level)
             except AssertionError as error:
-                if not vllm_errors.is_about_memory(error):
+                if not failures.is_about_memory(error):
                     raise
-                remedy = vllm_errors.remedy(error)
+                remedy = failures.remedy(error)
                 raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
             self._asleep = True
         self.timer.note_device("engine_asleep")
@@ -482,7 +485,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Release vLLM in the order that leaves torchrun an exit code of 0. Collective."""
         self.mesh.barrier()
-        vllm_patches.remove_sockets()
+        patches.remove_sockets()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.model
         packed.forget()
