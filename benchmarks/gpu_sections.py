@@ -41,8 +41,8 @@ from minirl.plan import cards
 from minirl.plan.load import Load
 from minirl.plan.shape import cut
 from minirl.policy import Policy
+from minirl.refit.refit import Refit
 from minirl.rl import Trainer
-from minirl.rollout.refit import Refit
 
 
 @dataclass(kw_only=True)

@@ -28,11 +28,11 @@ from minirl.config.rl import RefitConfig
 from minirl.model import families
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region
-from minirl.rollout.refit import Refit
-from minirl.rollout.refit_buckets import Wanted
-from minirl.rollout.refit_plan import Bucket, Planner
-from minirl.rollout.refit_record import Arrival, Recorder, join
-from minirl.rollout.refit_shards import Grid, one_of_each_layout
+from minirl.refit.buckets import Wanted
+from minirl.refit.plan import Bucket, Planner
+from minirl.refit.record import Arrival, Recorder, join
+from minirl.refit.refit import Refit
+from minirl.refit.shards import Grid, one_of_each_layout
 
 MIB = 2**20
 CALL_WIDTH = 64  # Hidden size of the shrunk model of a call.

@@ -23,7 +23,7 @@ from minirl.engine.engine import RolloutEngine
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.rollout.refit import Refit
+from minirl.refit.refit import Refit
 
 REPEATS = 10
 MASTER_BYTES = 4  # of a weight in the trainer, float32

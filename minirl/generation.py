@@ -12,8 +12,8 @@ from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent
 from minirl.inputs import Inputs
 from minirl.policy import Policy
+from minirl.refit.refit import Refit
 from minirl.rollout.groups import StepRollout
-from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.user_code import make_in_time
 

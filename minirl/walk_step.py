@@ -25,10 +25,10 @@ from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Metrics, Policy
+from minirl.refit.plan import Planner
+from minirl.refit.refit import Refit
 from minirl.rewards.functions import score_reasoning_gym
 from minirl.rl import Trainer
-from minirl.rollout.refit import Refit
-from minirl.rollout.refit_plan import Planner
 from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
 from minirl.types.packed import UNSET, Packed, Trajectory

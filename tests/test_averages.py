@@ -20,7 +20,7 @@ from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy
-from minirl.rollout.refit import Refit
+from minirl.refit.refit import Refit
 from sharded import whole
 from test_gradients import batches_of, trajectories
 

@@ -22,8 +22,8 @@ from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent, Env, Raw, Result
+from minirl.refit.refit import Refit
 from minirl.rewards.functions import Rewards
-from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import spread
 from minirl.types.packed import Trajectory

@@ -26,8 +26,8 @@ from minirl.envs.base import PolicyInfo, State
 from minirl.envs.openrlhf import OpenRLHF
 from minirl.envs.openrlhf_executor import OpenRLHFExecutor
 from minirl.envs.registry import make_env
+from minirl.refit.refit import Refit
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from test_rollout import ENGINE, make_policy
 

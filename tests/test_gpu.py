@@ -265,8 +265,8 @@ def refit_and_sample(mesh, folder):
     from minirl.data.prompts import Prompts
     from minirl.engine.engine import Sampling
     from minirl.envs.registry import make_env
+    from minirl.refit.refit import Refit
     from minirl.rewards.functions import make_rewards
-    from minirl.rollout.refit import Refit
     from minirl.rollout.sampler import Sampler
 
     policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh)

@@ -22,8 +22,8 @@ from minirl.engine.engine import RolloutEngine
 from minirl.model import weight_files
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy
+from minirl.refit.refit import Refit
 from minirl.rl import Trainer
-from minirl.rollout.refit import Refit
 from programs import QUICKSTART, fork
 from test_gradients import batches_of, trajectories
 

@@ -18,10 +18,10 @@ import torch
 from benchmarks import growth_refit
 from minirl.parallel.regions import CheckpointSlice, Region, intersect
 from minirl.plan.pretend import compiler
-from minirl.rollout.refit_buckets import Wanted
-from minirl.rollout.refit_plan import Planner
-from minirl.rollout.refit_record import Recorder, join
-from minirl.rollout.refit_shards import Block, Grid
+from minirl.refit.buckets import Wanted
+from minirl.refit.plan import Planner
+from minirl.refit.record import Recorder, join
+from minirl.refit.shards import Block, Grid
 from programs import ROOT
 
 EXPERTS = 4

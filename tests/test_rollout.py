@@ -42,8 +42,8 @@ from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
+from minirl.refit.refit import Refit
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 
 # Every rank imports this file: to look through all packages for the module would take each of them

@@ -29,7 +29,7 @@ from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
-from minirl.rollout.refit import Refit
+from minirl.refit.refit import Refit
 from minirl.rollout.server import Endpoint
 
 # As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.

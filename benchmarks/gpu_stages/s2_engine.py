@@ -33,7 +33,7 @@ from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.rollout.refit import Refit
+from minirl.refit.refit import Refit
 from minirl.types.packed import Packed, Trajectory
 
 Kind = Literal["dense", "moe"]

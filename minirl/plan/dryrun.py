@@ -50,8 +50,8 @@ from minirl.plan.load import Job, Load, LossName
 from minirl.plan.meter import Meter
 from minirl.plan.pretend import pretend_cuda
 from minirl.policy import Minibatch, Policy
-from minirl.rollout.refit import Refit
-from minirl.rollout.refit_shards import one_of_each_layout
+from minirl.refit.refit import Refit
+from minirl.refit.shards import one_of_each_layout
 from minirl.types.packed import Trajectory
 
 DEVICE = torch.device("cuda", 0)

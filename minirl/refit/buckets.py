@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from minirl.parallel.regions import Region, split_by_size
-from minirl.rollout.refit_shards import Grid
+from minirl.refit.shards import Grid
 
 
 class Wanted(NamedTuple):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from minirl.parallel.regions import Region, intersect
-from minirl.rollout.refit_buckets import Wanted, Window, fill_buckets, find_kinds, indices_by_name
-from minirl.rollout.refit_copies import Copy, Place, contiguous_strides, merge, place_of, repeat
-from minirl.rollout.refit_shards import Block, Grid
+from minirl.refit.buckets import Wanted, Window, fill_buckets, find_kinds, indices_by_name
+from minirl.refit.copies import Copy, Place, contiguous_strides, merge, place_of, repeat
+from minirl.refit.shards import Block, Grid
 
 
 class Piece(NamedTuple):

@@ -26,11 +26,11 @@ from minirl.engine.engine import NamedTensors, RolloutEngine
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
 from minirl.parallel.regions import CheckpointSlice, Region
-from minirl.rollout.refit_buckets import Wanted, wire_dtypes
-from minirl.rollout.refit_copies import Place
-from minirl.rollout.refit_plan import Bucket, Planner
-from minirl.rollout.refit_record import Arrival, Recorder, join
-from minirl.rollout.refit_shards import Grid, one_of_each_layout
+from minirl.refit.buckets import Wanted, wire_dtypes
+from minirl.refit.copies import Place
+from minirl.refit.plan import Bucket, Planner
+from minirl.refit.record import Arrival, Recorder, join
+from minirl.refit.shards import Grid, one_of_each_layout
 
 
 class _Step(NamedTuple):
