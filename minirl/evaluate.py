@@ -39,7 +39,7 @@ from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.sampler import Sampler
-from minirl.rollout.user_code import limited_imports, limited_template, make_in_time
+from minirl.rollout.time_limits import limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, PromptChecks
 
 

@@ -15,7 +15,7 @@ from minirl.policy import Policy
 from minirl.refit.refit import Refit
 from minirl.rollout.groups import StepRollout
 from minirl.rollout.sampler import Sampler
-from minirl.rollout.user_code import make_in_time
+from minirl.rollout.time_limits import make_in_time
 
 
 class Generation:

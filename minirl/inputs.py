@@ -46,7 +46,7 @@ from minirl.plan.shape import count_frozen
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
-from minirl.rollout.user_code import in_time, limited_imports, limited_template, make_in_time
+from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
 from minirl.schedule import num_rl_steps, num_tickets
 

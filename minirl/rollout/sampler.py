@@ -35,7 +35,7 @@ from minirl.rollout.saved import (
     write_group,
 )
 from minirl.rollout.tickets import deal, pull
-from minirl.rollout.user_code import make_in_time
+from minirl.rollout.time_limits import make_in_time
 from minirl.types.packed import Trajectory
 
 REQUEST = -1  # In place of a ticket: a signal has asked this rank to save and leave.
