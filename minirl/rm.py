@@ -31,12 +31,12 @@ from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
+from minirl.endpoint.reward_server import serve
 from minirl.inputs import check_head, choose_dtype
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rewards.model import RewardModel
-from minirl.rewards.server import serve
 from minirl.supervised import PairTrainer
 from minirl.types.packed import Trajectory
 

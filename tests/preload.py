@@ -38,7 +38,7 @@ MODULES = [
     "minirl.dpo",
     "minirl.kto",
     "minirl.evaluate",
-    "minirl.rollout.server",
+    "minirl.endpoint.server",
     "datasets",
     "reasoning_gym.factory",
     "peft",

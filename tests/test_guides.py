@@ -15,13 +15,13 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data import chat
+from minirl.endpoint.tool_calls import make_reader
 from minirl.engine import engine as engine_module
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.grammars import MassRecorder, json_guide
 from minirl.engine.loop import EngineLoop, Request
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Prompt, Segment
-from minirl.rollout.tool_calls import make_reader
 from test_server import TEMPLATE
 
 PICK = {

@@ -26,10 +26,10 @@ from minirl.base.errors import UserError
 from minirl.config.shared import EndpointConfig, LimitsConfig, RewardConfig
 from minirl.config.supervised import ServeConfig
 from minirl.data import images
+from minirl.endpoint.reward_server import serve
+from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import Sampling
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.server import serve
-from minirl.rollout.server import Endpoint
 from minirl.types.packed import Trajectory
 from test_server import HI, Scripted
 

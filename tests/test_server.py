@@ -25,12 +25,12 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
+from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.refit.refit import Refit
-from minirl.rollout.server import Endpoint
 
 # As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.
 TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif -%}

@@ -8,10 +8,10 @@ import pytest
 
 from minirl.base.errors import UserError
 from minirl.data import chat, harmony
+from minirl.endpoint import tool_calls
+from minirl.endpoint.tool_calls import make_reader
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout import tool_calls
 from minirl.rollout.conversation import read_answer
-from minirl.rollout.tool_calls import make_reader
 from test_server import CALL, HI, TEMPLATE, TOOL, play
 
 NAMED = {"type": "function", "function": {"name": "add"}}

@@ -41,7 +41,7 @@ MODULES = (
     "minirl.engine.engine",
     "benchmarks.gpu_sections",
     "minirl.envs.tools",
-    "minirl.serving.server",
+    "minirl.endpoint.http",
     "reasoning_gym",
     "math_verify",
     "pytest_timeout",

@@ -208,7 +208,7 @@ class LimitsConfig:
 
 @dataclass(kw_only=True)
 class EndpointConfig:
-    """The HTTP endpoint where agents find the policy (rollout/server.py)."""
+    """The HTTP endpoint where agents find the policy (endpoint/server.py)."""
 
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: Port = 0  # 0: a free one. Every rank with an engine has its own endpoint.

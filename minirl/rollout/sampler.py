@@ -87,7 +87,7 @@ class Sampler:
         self.is_interrupted = False  # The rollout of this training step, by a signal, on any rank.
         example = make_in_time(make_env, cfg.env, self.mesh.watch)
         if engine.is_leader and isinstance(example, Agent):
-            from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
+            from minirl.endpoint.server import Endpoint  # Slow to import; only agents need it.
 
             self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
         first_call = example.run if isinstance(example, Agent) else example.reset

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minirl.config.shared import LimitsConfig
-from minirl.serving.limits import make_app, require_loopback
-from minirl.serving.server import Server, bind
+from minirl.endpoint.http import Server, bind
+from minirl.endpoint.limits import make_app, require_loopback
 from minirl.view import pages
 from minirl.view.data import Runs, parse_number, parse_query, to_bytes
 

@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minirl.base.errors import UserError
-from minirl.serving.limits import BadRequest, LimitedApp, too_long_head
+from minirl.endpoint.limits import BadRequest, LimitedApp, too_long_head
 
 # Connections that the kernel keeps while the loop stands still: they cost no descriptor.
 _BACKLOG = 4096

@@ -20,16 +20,16 @@ from starlette.types import Receive
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
+from minirl.endpoint import anthropic, responses
+from minirl.endpoint.http import Server, bind
+from minirl.endpoint.limits import MESSAGES, BadRequest, api_key, make_app, read_json
+from minirl.endpoint.protocol import JSONObject, event, parse_request
+from minirl.endpoint.response import MODEL, PendingResponse, SessionState, read_prompts
+from minirl.endpoint.tool_calls import preload
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.envs.base import Session
-from minirl.rollout import anthropic, responses
 from minirl.rollout.conversation import Conversation, Prompt
-from minirl.rollout.protocol import JSONObject, event, parse_request
-from minirl.rollout.response import MODEL, PendingResponse, SessionState, read_prompts
-from minirl.rollout.tool_calls import preload
-from minirl.serving.limits import MESSAGES, BadRequest, api_key, make_app, read_json
-from minirl.serving.server import Server, bind
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

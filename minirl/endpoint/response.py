@@ -9,12 +9,9 @@ from functools import partial
 from starlette.types import Receive
 
 from minirl.config.shared import EndpointConfig
-from minirl.engine.engine import Sampling
-from minirl.engine.loop import EngineLoop, Request
-from minirl.rollout.choice import Choice
-from minirl.rollout.conversation import Completion, Conversation, Prompt
-from minirl.rollout.episode import sample_seed
-from minirl.rollout.protocol import (
+from minirl.endpoint.choice import Choice
+from minirl.endpoint.limits import BadRequest
+from minirl.endpoint.protocol import (
     CompletionRequest,
     JSONObject,
     check_length,
@@ -22,7 +19,10 @@ from minirl.rollout.protocol import (
     event,
     messages_since_prompt,
 )
-from minirl.serving.limits import BadRequest
+from minirl.engine.engine import Sampling
+from minirl.engine.loop import EngineLoop, Request
+from minirl.rollout.conversation import Completion, Conversation, Prompt
+from minirl.rollout.episode import sample_seed
 
 MODEL = "policy"
 

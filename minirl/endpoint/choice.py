@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import harmony
+from minirl.endpoint.protocol import CompletionRequest, JSONObject
+from minirl.endpoint.tool_calls import ToolCall, ToolReader
 from minirl.engine.loop import Request
 from minirl.rollout.conversation import (
     Completion,
@@ -14,8 +16,6 @@ from minirl.rollout.conversation import (
     decode_after,
     speaks_harmony,
 )
-from minirl.rollout.protocol import CompletionRequest, JSONObject
-from minirl.rollout.tool_calls import ToolCall, ToolReader
 
 
 @dataclass

@@ -17,10 +17,10 @@ from minirl.config.shared import EndpointConfig
 from minirl.data import images
 from minirl.data.messages import for_template, read_template_kwargs
 from minirl.data.vision_base import Vision
+from minirl.endpoint.limits import BadRequest
+from minirl.endpoint.tool_calls import ToolCall, ToolReader, choose, make_reader
 from minirl.engine.grammars import Guide, json_guide
 from minirl.rollout.conversation import Conversation, to_message
-from minirl.rollout.tool_calls import ToolCall, ToolReader, choose, make_reader
-from minirl.serving.limits import BadRequest
 
 _MAX_STOP_STRINGS = 64  # each is looked for after each token
 _MAX_TOP_LOGPROBS = 20  # vLLM's max_logprobs.

@@ -19,7 +19,8 @@ from starlette.routing import Route
 from minirl.base.errors import UserError
 from minirl.base.keys import key_of_environment
 from minirl.config.supervised import ServeConfig
-from minirl.serving.limits import (
+from minirl.endpoint.http import Server, bind
+from minirl.endpoint.limits import (
     LOOPBACK,
     BadRequest,
     make_app,
@@ -27,7 +28,6 @@ from minirl.serving.limits import (
     require_key,
     require_loopback,
 )
-from minirl.serving.server import Server, bind
 from minirl.types.packed import Trajectory
 
 Encode = Callable[[str], Trajectory]  # raises UserError

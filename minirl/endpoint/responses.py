@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 from minirl.base.errors import UserError, require
-from minirl.rollout.protocol import JSONObject, event
-from minirl.rollout.response import PendingResponse
+from minirl.endpoint.protocol import JSONObject, event
+from minirl.endpoint.response import PendingResponse
 
 _UNSUPPORTED = {
     "previous_response_id": "the endpoint keeps no responses; send the whole chat as `input`",

@@ -3,8 +3,8 @@
 import json
 from collections.abc import AsyncIterator
 
-from minirl.rollout.protocol import JSONObject, event
-from minirl.rollout.response import PendingResponse
+from minirl.endpoint.protocol import JSONObject, event
+from minirl.endpoint.response import PendingResponse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
