@@ -19,8 +19,8 @@ import reasoning_gym
 import tyro
 
 from minirl import sandbox
-from minirl.confine.grading import make_math_verify
 from minirl.rewards import graders
+from minirl.sandbox.inside.grading import make_math_verify
 
 DATA_SETS = ("chain_sum", "countdown", "polynomial_multiplication")
 COMPLETIONS = (

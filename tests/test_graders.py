@@ -182,7 +182,7 @@ def test_expressions_that_are_none_are_refused_before_they_are_evaluated():
 
     import sympy
 
-    from minirl.confine.grading import check_expression
+    from minirl.sandbox.inside.grading import check_expression
 
     known = frozenset(dir(sympy)) | frozenset(dir(builtins))
     for plain in ("3 + 4*(x - 1)", "sin(x)**2 + C", "x1 + 5!", "2.5*exp(x)", "log(Abs(x))/2", ""):

@@ -1,7 +1,7 @@
 """Graders of other packages, in processes with limits.
 
 What a policy writes can keep math-verify or reasoning-gym busy for ever, or take all memory
-(`$9^{9^{9^9}}$`). So they run in workers (minirl/confine/grading.py): a process for each package,
+(`$9^{9^{9^9}}$`). So they run in workers (minirl/sandbox/inside/grading.py): a process for each package,
 started once in a rank, imports it and forks the workers, which grade one answer after the other.
 A worker that reaches a limit is killed and replaced, and the answer earns 0.
 
@@ -28,12 +28,12 @@ import minirl
 from minirl import sandbox
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
-from minirl.confine import frames, grading
-from minirl.confine.grading import GRADERS
+from minirl.sandbox.inside import frames, grading
+from minirl.sandbox.inside.grading import GRADERS
 
 __all__ = ["GRADERS", "GraderLimits", "GraderPool", "StopReports", "StoppedGrade", "pool"]
 
-START = "from minirl.confine.grading import main; main()"
+START = "from minirl.sandbox.inside.grading import main; main()"
 ROOT = Path(minirl.__file__).parents[1]
 MAX_REPLY = 2**16  # Bytes.
 MAX_STARTS = 3  # Of the process that forks workers, for one answer.
@@ -64,7 +64,7 @@ class Template:
     """The process that imports a package and forks workers.
 
     Args:
-        package: one of minirl.confine.grading.GRADERS.
+        package: one of minirl.sandbox.inside.grading.GRADERS.
         limits: of each answer.
 
     Raises:
@@ -148,7 +148,7 @@ class GraderPool:
     """Workers for the grader of one package, which threads may use at once.
 
     Args:
-        package: one of minirl.confine.grading.GRADERS.
+        package: one of minirl.sandbox.inside.grading.GRADERS.
         num_workers: at most; they are forked when they are needed.
         limits: of each answer.
 
@@ -169,7 +169,7 @@ class GraderPool:
         """Return the grade of an answer; a StoppedGrade if it reached a limit or the grader failed.
 
         Args:
-            arguments: of the package's grader in minirl/confine/grading.py.
+            arguments: of the package's grader in minirl/sandbox/inside/grading.py.
 
         Raises:
             UserError: the row is wrong, or the process that forks workers ends again and again.

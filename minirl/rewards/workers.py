@@ -19,11 +19,11 @@ from pathlib import Path
 import minirl
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.confine import frames
-from minirl.confine.kernel import end_with_parent
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
 from minirl.rewards.functions import find_reward, grade, to_plain
 from minirl.rewards.mistakes import RaisedThereError, is_mistake
+from minirl.sandbox.inside import frames
+from minirl.sandbox.inside.kernel import end_with_parent
 
 START = "from minirl.rewards.workers import main; main()"
 ROOT = Path(minirl.__file__).parents[1]

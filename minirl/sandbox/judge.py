@@ -1,10 +1,10 @@
-"""The outer side of a trial; minirl/confine/trial.py has the inner one."""
+"""The outer side of a trial; minirl/sandbox/inside/trial.py has the inner one."""
 
 import contextlib
 import selectors
 import socket
 
-from minirl.confine.trial import PASSED
+from minirl.sandbox.inside.trial import PASSED
 
 
 class Judge:

@@ -22,7 +22,9 @@ from minirl.sandbox.judge import Judge
 from minirl.sandbox.usage import OverLimitError, check_usage, remove_folder
 
 # Starts the program with the inner side of minirl only, whatever is installed.
-START = "import sys; sys.path.insert(0, {!r}); from minirl.confine.program import main; main()"
+START = (
+    "import sys; sys.path.insert(0, {!r}); from minirl.sandbox.inside.program import main; main()"
+)
 ROOT = Path(minirl.__file__).parents[1]
 # What Python and compiled packages read while they start.
 READABLE = (
@@ -84,7 +86,7 @@ def run(program: str, limits: Limits) -> ProgramResult:
 def passes(program: str, tests: str, limits: Limits) -> bool:
     """Return whether `tests` of what `program` defines reach their end.
 
-    Both run in the sandbox, in two processes: minirl/confine/trial.py says how. The program prints
+    Both run in the sandbox, in two processes: minirl/sandbox/inside/trial.py says how. The program prints
     what it likes, and may leave by sys.exit(0).
 
     Raises:

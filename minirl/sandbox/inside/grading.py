@@ -28,8 +28,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from minirl.confine.frames import receive, send
-from minirl.confine.kernel import Confinement, confine, end_with_parent
+from minirl.sandbox.inside.frames import receive, send
+from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
 
 # To the template process: what to do, and for KILL the worker's pid. FORK comes with a socket.
 ORDER = struct.Struct("=ci")

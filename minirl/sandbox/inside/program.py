@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 
-from minirl.confine.kernel import Confinement, confine, end_with_parent
+from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
         return
 
     # Imported here: most programs have no tests, and start in half the time without these.
-    from minirl.confine.remote import serve
-    from minirl.confine.trial import start_tests
+    from minirl.sandbox.inside.remote import serve
+    from minirl.sandbox.inside.trial import start_tests
 
     tests = start_tests(settings["judge"], rights)
     confine(rights)

@@ -27,9 +27,9 @@ import socket
 import traceback
 from collections.abc import Callable
 
-from minirl.confine.kernel import Confinement, confine, end_with_parent
-from minirl.confine.remote import MODULE_ALIASES, PURE_MODULES, Program, StandIn
-from minirl.confine.values import NotPlainError
+from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
+from minirl.sandbox.inside.remote import MODULE_ALIASES, PURE_MODULES, Program, StandIn
+from minirl.sandbox.inside.values import NotPlainError
 
 PASSED = b"passed"
 # Names with which tests look at more than values.

@@ -23,8 +23,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minirl.confine.frames import receive, send
-from minirl.confine.values import NotPlainError, decode, encode
+from minirl.sandbox.inside.frames import receive, send
+from minirl.sandbox.inside.values import NotPlainError, decode, encode
 
 MAX_REPLY = 2**26  # Bytes.
 # Modules that tests may import in a process without the program: they only compute.

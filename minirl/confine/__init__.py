@@ -1,1 +1,0 @@
-"""The code on the inner side of a sandbox. It imports nothing else of minirl."""
