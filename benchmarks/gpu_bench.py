@@ -31,8 +31,8 @@ from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load
 from minirl.plan.meter import Meter
 from minirl.plan.shape import read_shape
-from minirl.policy import Policy
 from minirl.throughput import Work, flops
+from minirl.train.policy import Policy
 from minirl.types.packed import Packed
 
 PHASES = ("forward", "backward", "optimizer")  # Of an optimizer step.

@@ -40,9 +40,9 @@ from minirl.parallel import fsdp
 from minirl.plan import cards
 from minirl.plan.load import Load
 from minirl.plan.shape import cut
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
+from minirl.train.policy import Policy
 
 
 @dataclass(kw_only=True)

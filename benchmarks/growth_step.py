@@ -18,10 +18,10 @@ from minirl.algo.selection import kth_largest
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig
-from minirl.evaluation import means_of_step
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.pacing import GroupState, Pace
 from minirl.rollout.tickets import deal, spread
+from minirl.train.evaluation import means_of_step
 from minirl.types.packed import Trajectory
 
 CPU = torch.device("cpu")

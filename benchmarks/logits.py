@@ -32,7 +32,7 @@ from minirl.model import build
 from minirl.model.logprob import logprob_entropy
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 
 

@@ -55,7 +55,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig, ScratchConfig
 from minirl.model import scratch
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 
 MIB = 2**20

@@ -22,8 +22,8 @@ from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
+from minirl.train.policy import Policy
 
 REPEATS = 10
 MASTER_BYTES = 4  # of a weight in the trainer, float32

@@ -26,7 +26,7 @@ from minirl.config.shared import EngineConfig
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 
 # Names of the number of experts and of their size in the config of a family.

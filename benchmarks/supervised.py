@@ -23,10 +23,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from minirl.algo import losses, preference
 from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
-from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.policy import Policy
+from minirl.train.minibatches import make_minibatch
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 
 

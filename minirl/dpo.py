@@ -26,11 +26,11 @@ from minirl.base.files import remove
 from minirl.base.reading import is_file, library_reads
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
-from minirl.minibatches import annotate_examples
 from minirl.parallel.machines import check_can_write, check_same
-from minirl.policy import Minibatch, Policy
-from minirl.reference import Reference
 from minirl.supervised import PairTrainer
+from minirl.train.minibatches import annotate_examples
+from minirl.train.policy import Minibatch, Policy
+from minirl.train.reference import Reference
 from minirl.types.packed import Trajectory
 
 

@@ -17,8 +17,8 @@ from minirl.algo.losses import Loss
 from minirl.algo.losses import Metrics as TokenMetrics
 from minirl.batch.packing import unpack
 from minirl.config.rl import RLConfig
-from minirl.policy import Minibatch, Policy
 from minirl.rollout import index, records
+from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Packed, Trajectory
 
 

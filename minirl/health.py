@@ -2,7 +2,7 @@
 
 from minirl.base.errors import UserError
 from minirl.config.rl import DebugConfig
-from minirl.policy import Metrics
+from minirl.train.policy import Metrics
 
 # Shares of answers, and entropies in nats a token, beyond which a step counts as ill.
 FEWEST_STOPPED = 0.02

@@ -48,7 +48,7 @@ from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
 from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
-from minirl.schedule import num_rl_steps, num_tickets
+from minirl.train.schedule import num_rl_steps, num_tickets
 
 
 class ModelFiles(NamedTuple):

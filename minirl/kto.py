@@ -17,10 +17,10 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.labelled import MATCHED, Labelled, open_labelled
-from minirl.minibatches import make_minibatch
-from minirl.policy import Metrics, Minibatch
-from minirl.reference import Reference
 from minirl.supervised import SupervisedTrainer
+from minirl.train.minibatches import make_minibatch
+from minirl.train.policy import Metrics, Minibatch
+from minirl.train.reference import Reference
 from minirl.types.packed import Trajectory
 
 

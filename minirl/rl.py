@@ -27,21 +27,21 @@ from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
 from minirl.dump import Dump
-from minirl.evaluation import NUM_SHOWN, eval_sampling, evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.health import Health
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
-from minirl.policy import Metrics, Minibatch, Policy
-from minirl.reference import Reference
-from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
 from minirl.throughput import count_sampled, count_work
+from minirl.train.evaluation import NUM_SHOWN, eval_sampling, evaluate, means_of_step
+from minirl.train.policy import Metrics, Minibatch, Policy
+from minirl.train.reference import Reference
+from minirl.train.reward_model import RewardModel
+from minirl.train.updates import update_in_passes
 from minirl.trainer import GO_ON, Program, TrainingRun
 from minirl.types.packed import Trajectory
-from minirl.updates import update_in_passes
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
 # minibatch, a forward and backward of a micro-batch.

@@ -35,9 +35,9 @@ from minirl.endpoint.reward_server import serve
 from minirl.inputs import check_head, choose_dtype
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy
-from minirl.rewards.model import RewardModel
 from minirl.supervised import PairTrainer
+from minirl.train.policy import Policy
+from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 
 

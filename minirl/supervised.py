@@ -33,18 +33,18 @@ from minirl.inputs import (
     find_other_model,
     make_scratch,
 )
-from minirl.minibatches import make_minibatch
 from minirl.model import families
 from minirl.model.mixture import routing
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
-from minirl.policy import Metrics, Minibatch, Policy
-from minirl.reference import Reference
 from minirl.row_checks import load_splits, marks_for_template, require_shown
-from minirl.schedule import learning_rate
 from minirl.throughput import count_work
+from minirl.train.minibatches import make_minibatch
+from minirl.train.policy import Metrics, Minibatch, Policy
+from minirl.train.reference import Reference
+from minirl.train.schedule import learning_rate
 from minirl.trainer import Program, TrainingRun
 from minirl.types.packed import Trajectory
 

@@ -15,7 +15,7 @@ from minirl.model import build
 from minirl.parallel.mesh import Mesh
 from minirl.plan import cards
 from minirl.plan.shape import Shape, read_shape
-from minirl.policy import Minibatch
+from minirl.train.policy import Minibatch
 from minirl.types.packed import Trajectory
 
 

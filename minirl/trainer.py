@@ -30,12 +30,12 @@ from minirl.model.adapters import lora
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
-from minirl.policy import Metrics, Policy
 from minirl.progress import Progress
-from minirl.reference import Reference, is_base
 from minirl.rollout import records
 from minirl.throughput import Utilisation, Work
 from minirl.trackers import open_trackers
+from minirl.train.policy import Metrics, Policy
+from minirl.train.reference import Reference, is_base
 
 # What whoever reads the last line of a stopped run has to know.
 GO_ON = "Go on with the same command and --resume"

@@ -24,13 +24,13 @@ from minirl.generation import Generation
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Metrics, Policy
 from minirl.refit.plan import Planner
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import score_reasoning_gym
 from minirl.rl import Trainer
 from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
+from minirl.train.policy import Metrics, Policy
 from minirl.types.packed import UNSET, Packed, Trajectory
 
 # As in a file for `minirl.rl --config`. The trainer computes in float64, so that plain PyTorch

@@ -33,7 +33,7 @@ from minirl import checkpoint
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import plans
 from minirl.model.families import FAMILIES, REFUSED, ExpertNames, Family, Fused
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 
 # Sizes by the names that configs have for them; of each family those that its config knows.
 SIZES: dict[str, Any] = tiny.COMMON | {

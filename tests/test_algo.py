@@ -15,8 +15,8 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack, unpack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.policy import Policy
 from minirl.rl import Trainer
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 
 CPU = torch.device("cpu")

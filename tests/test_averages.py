@@ -19,8 +19,8 @@ from minirl.config.shared import EngineConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
+from minirl.train.policy import Policy
 from sharded import whole
 from test_gradients import batches_of, trajectories
 

@@ -25,7 +25,6 @@ from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
 from minirl.engine.engine import Sampling
 from minirl.envs.base import Env, Result
-from minirl.evaluation import evaluate
 from minirl.inputs import check_output, find_model
 from minirl.model import build, weight_files
 from minirl.model.scratch import make_tokenizer
@@ -34,6 +33,7 @@ from minirl.parallel.watch import Watch
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.train.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
 from minirl.model import build
 from minirl.model.mixture import routing
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_gradients import batches_of, exact_norm, trajectories, worst
 from test_routes import EXPERTS, TOP_K, exact_router
 

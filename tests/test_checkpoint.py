@@ -30,7 +30,7 @@ from minirl.config.parse import save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from programs import alone, fork
 from sharded import whole
 from test_gradients import batches_of, exact_norm, trajectories

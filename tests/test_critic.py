@@ -18,7 +18,7 @@ from minirl.batch.packing import pack, unpack
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from test_gradients import exact_norm, worst
 from test_preference import MESHES, by_difference, random, same, value_and_gradient

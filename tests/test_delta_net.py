@@ -19,7 +19,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import build
 from minirl.model.hybrid import delta_net, delta_rule, fla_package
 from minirl.plan.shape import read_shape
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_model import CPU, model_batch
 
 # Rows of each sequence, and the earlier one that it begins behind: chunks of 64 that are full,

@@ -30,7 +30,7 @@ from minirl.plan.cards import CARDS
 from minirl.plan.dryrun import Load, trajectories
 from minirl.plan.engine import regions_of_all_ranks
 from minirl.plan.meter import Meter
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from programs import ROOT
 
 NUM_LAYERS = 2

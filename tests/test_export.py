@@ -23,7 +23,7 @@ from minirl.base.errors import UserError
 from minirl.checkpoint.folder import plan_folder, spread, write_companions
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import families
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 
 SMALL_FILE_GB = 1e-4
 

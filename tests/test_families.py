@@ -37,7 +37,7 @@ from minirl.model.adapters import lora
 from minirl.model.families import FAMILIES
 from minirl.model.mixture import experts
 from minirl.parallel import layout, tensor
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_model import CPU, hugging_face, model_batch, weights_of
 
 MESHES = {

@@ -22,7 +22,7 @@ from minirl.config.supervised import SFTConfig
 from minirl.model import build
 from minirl.model.freeze import frozen_names
 from minirl.plan.shape import read_shape
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from sharded import whole
 from test_checkpoint import differences
 from test_gradients import batches_of, exact_norm, rows_of_micro, trajectories, worst

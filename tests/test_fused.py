@@ -13,7 +13,7 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.model import fused
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_families import batch_of
 
 CPU = torch.device("cpu")

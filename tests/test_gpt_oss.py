@@ -16,7 +16,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import build
 from minirl.model.families import check_supported
 from minirl.model.mixture import mxfp4
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_rollout import ROWS, sampler_program
 
 

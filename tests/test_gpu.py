@@ -33,7 +33,7 @@ from minirl.model.mixture import experts
 from minirl.parallel.mesh import Context, join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.plan import pretend
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.blocks import Options
 from minirl.types.packed import Trajectory
 from test_families import mixture_inputs

@@ -16,9 +16,9 @@ import reasoning_gym
 
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.evaluation import breakdown
 from minirl.rewards import functions, graders
 from minirl.rewards.graders import GraderLimits, GraderPool, StoppedGrade
+from minirl.train.evaluation import breakdown
 from minirl.types.packed import Trajectory
 
 

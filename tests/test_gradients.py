@@ -19,7 +19,7 @@ from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.parallel import fsdp
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from sharded import whole
 

@@ -35,8 +35,8 @@ from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import open_prompts
 from minirl.data.vision import read_vision
-from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation
+from minirl.train.policy import Policy
 from programs import ROOT, fork
 from test_families import show, stay_float64
 from test_gradients import batches_of, trajectories, worst

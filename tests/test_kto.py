@@ -24,8 +24,8 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
 from minirl.data.labelled import Labelled, open_labelled
 from minirl.model.scratch import make_tokenizer
-from minirl.policy import Policy
-from minirl.reference import Reference
+from minirl.train.policy import Policy
+from minirl.train.reference import Reference
 from minirl.types.packed import Trajectory
 from programs import ROOT, fork
 from test_gradients import exact_norm, worst

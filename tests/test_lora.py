@@ -21,7 +21,7 @@ from minirl.config.shared import CheckpointConfig
 from minirl.model import build
 from minirl.model.adapters import lora
 from minirl.parallel.fsdp import local, local_region
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from sharded import whole
 from test_families import stay_float64
 from test_gradients import batches_of, rows_of_micro, trajectories, worst

@@ -24,7 +24,7 @@ from minirl.config.parse import save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig, MergeConfig
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from sharded import whole
 from test_lora import fill, read_back
 

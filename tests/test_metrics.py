@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tiny
-from minirl.evaluation import _deviation
 from minirl.plan.cards import CARDS, peak_tflops
 from minirl.plan.shape import read_shape
 from minirl.throughput import Work, flops
+from minirl.train.evaluation import _deviation
 from programs import ROOT, fork
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")

@@ -28,7 +28,7 @@ from minirl.data import chat
 from minirl.data.turns import encode_chat
 from minirl.model import attention, build, families, gemma4, kernels, loading, logprob, scratch
 from minirl.parallel import fsdp
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_packing import groups, seen
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from harness import RankFailed, ranks
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model.adapters import lora
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from test_gradients import worst
 from test_lora import WHAT, two_steps
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import policy as policy_module
 from minirl.algo import losses
 from minirl.algo.mismatch import LIMITS, MismatchWatch
 from minirl.base.errors import UserError
@@ -21,9 +20,10 @@ from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model import weight_files
 from minirl.parallel.fsdp import local
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
+from minirl.train import policy as policy_module
+from minirl.train.policy import Policy
 from programs import QUICKSTART, fork
 from test_gradients import batches_of, trajectories
 

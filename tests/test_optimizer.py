@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
-from minirl import policy as policy_module
 from minirl.algo import losses
 from minirl.batch.exchange import exchange
 from minirl.checkpoint.state import state_dict_of
@@ -28,8 +27,9 @@ from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import ShardAdamW, dequantize, dynamic_code, quantize
 from minirl.parallel.tensor import LORA_B
-from minirl.policy import Policy
 from minirl.rl import Trainer
+from minirl.train import policy as policy_module
+from minirl.train.policy import Policy
 from programs import QUICKSTART
 from sharded import whole
 from test_checkpoint import differences

@@ -56,7 +56,7 @@ from minirl.plan.load import Load
 from minirl.plan.planner import GIB, check_lower_bound
 from minirl.plan.shape import cut, layer_counts, read_shape
 from minirl.plan.workload import Lengths, rl_workload, with_settings
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from minirl.types.blocks import CHUNK
 
 NUM_LAYERS = 3

@@ -35,8 +35,8 @@ from minirl.config.supervised import (
 from minirl.data import chat
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.model.scratch import make_tokenizer
-from minirl.policy import Policy
 from minirl.rewards.http import RemoteReward
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from programs import ROOT, alone, fork
 from test_gradients import exact_norm, worst

@@ -34,7 +34,6 @@ from minirl.plan import __main__ as planner
 from minirl.plan.command import make_plan
 from minirl.plan.flags import read_flags
 from minirl.plan.planner import GIB
-from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout import tickets as tickets_module
 from minirl.rollout.episode import EpisodeRunner
@@ -43,6 +42,7 @@ from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import pull
 from minirl.supervised import SupervisedTrainer
+from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 from programs import ROOT
 

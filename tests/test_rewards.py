@@ -17,8 +17,8 @@ import pytest
 from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.evaluation import breakdown
 from minirl.rewards import functions, http
+from minirl.train.evaluation import breakdown
 from minirl.types.packed import Trajectory
 from programs import fork
 

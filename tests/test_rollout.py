@@ -41,10 +41,10 @@ from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.sampler import Sampler
+from minirl.train.policy import Policy
 
 # Every rank imports this file: to look through all packages for the module would take each of them
 # a third of a second.

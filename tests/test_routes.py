@@ -24,9 +24,9 @@ from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop, Request
 from minirl.inputs import check_routers
 from minirl.model import build, families
-from minirl.policy import Policy
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Prompt, Segment
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from test_gradients import batches_of, exact_norm, trajectories, worst
 

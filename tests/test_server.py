@@ -29,8 +29,8 @@ from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.model.scratch import make_tokenizer
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
+from minirl.train.policy import Policy
 
 # As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.
 TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif -%}

@@ -31,10 +31,10 @@ from minirl.data import chat, turns
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.split import read_rows
-from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer
-from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer
+from minirl.train.minibatches import make_minibatch
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from programs import fork, torchrun
 from test_gradients import exact_norm

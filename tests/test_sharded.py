@@ -7,7 +7,7 @@ import tiny
 from harness import ranks
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.parallel.fsdp import local
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from sharded import whole
 
 

@@ -14,7 +14,7 @@ from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
 from minirl.parallel.fsdp import local, reshard
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 from sharded import whole
 from test_critic import turns
 from test_families import stay_float64

@@ -31,8 +31,8 @@ from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
+from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 
 ROWS = (256,) if SMALL else (256, 4096, 8192, 16384, 32768)

@@ -23,7 +23,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 
 FAMILIES = ("qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen2")
 SETTINGS: dict[str, dict[str, Any]] = {  # Of `policy`, with qwen3.

@@ -32,8 +32,8 @@ from minirl.engine import patches
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.policy import Policy
 from minirl.refit.refit import Refit
+from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 
 Kind = Literal["dense", "moe"]

@@ -30,7 +30,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.parallel.mesh import World, arrange, make_world
 from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 
 
 class Case(NamedTuple):

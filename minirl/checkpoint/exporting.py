@@ -22,7 +22,7 @@ from minirl.model.adapters import files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 
 
 def export(

@@ -28,7 +28,7 @@ from minirl.checkpoint.random_states import random_states, set_random_states
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy
+from minirl.train.policy import Policy
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 MODEL = "model"  # The Hugging Face folder in a checkpoint.

@@ -49,9 +49,9 @@ from minirl.plan.kinds import END, MIDDLE, START
 from minirl.plan.load import Job, Load, LossName
 from minirl.plan.meter import Meter
 from minirl.plan.pretend import pretend_cuda
-from minirl.policy import Minibatch, Policy
 from minirl.refit.refit import Refit
 from minirl.refit.shards import one_of_each_layout
+from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Trajectory
 
 DEVICE = torch.device("cuda", 0)

@@ -27,7 +27,7 @@ from minirl.plan.kept import (
 )
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
-from minirl.policy import WHOLE_GRADIENT_BYTES
+from minirl.train.policy import WHOLE_GRADIENT_BYTES
 
 WIDE = 4  # Bytes of an element of masters, gradients and logits.
 AT_ONCE = 2**28  # Elements of stored state that are restored for a step at once.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minirl.batch.attention_plan import Layout
-from minirl.policy import Minibatch, Policy
+from minirl.train.policy import Minibatch, Policy
 
 
 def is_base(policy: Policy, folder: Path) -> bool:

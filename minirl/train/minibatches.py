@@ -4,7 +4,7 @@ import numpy as np
 
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
-from minirl.policy import Minibatch, Policy
+from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Trajectory
 
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from minirl.algo.losses import Loss
 from minirl.config.rl import RLConfig
-from minirl.policy import Metrics, Minibatch, Policy
-from minirl.schedule import learning_rate, minibatch_order
+from minirl.train.policy import Metrics, Minibatch, Policy
+from minirl.train.schedule import learning_rate, minibatch_order
 
 
 def update_in_passes(

@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from minirl.base.errors import require
-from minirl.minibatches import annotate_examples
-from minirl.policy import Policy
+from minirl.train.minibatches import annotate_examples
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 
 

@@ -12,8 +12,8 @@ from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import Sampling
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.model import RewardModel
 from minirl.rollout.sampler import Sampler
+from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 
 # Metrics of an episode: what their names begin with, and where they are in its info.
