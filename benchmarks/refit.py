@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minirl import cli
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.refit.refit import Refit
+from minirl.supervise import cli
 from minirl.train.policy import Policy
 
 REPEATS = 10

@@ -23,11 +23,11 @@ from unittest import mock
 
 import torch
 
-from minirl import cli
 from minirl.base.log import Timer
 from minirl.config.rl import RLConfig
 from minirl.parallel.mesh import Mesh
 from minirl.rl import Trainer
+from minirl.supervise import cli
 
 USEFUL = ("rollout", "forward", "backward")
 NUM_WARMUP = 2  # steps that do not count

@@ -43,11 +43,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import supervised
 from benchmarks.step import CpuTimer
-from minirl import cli, dpo, rl, rm
+from minirl import dpo, rl, rm
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
+from minirl.supervise import cli
 from minirl.supervised import SupervisedTrainer
 
 ROOT = Path(__file__).resolve().parent.parent

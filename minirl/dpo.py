@@ -6,8 +6,8 @@ Mesh, steps and files of a run are those of minirl.sft.
 """
 
 if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
-    from minirl import cli
     from minirl.config.supervised import DPOConfig
+    from minirl.supervise import cli
 
     cli.run(DPOConfig, "minirl.dpo:Trainer.main")
 

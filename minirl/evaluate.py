@@ -7,8 +7,8 @@ r"""A program that prints accuracy, pass@k and mean reward of a model on held-ou
 """
 
 if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
-    from minirl import cli
     from minirl.config.shared import EvaluateConfig
+    from minirl.supervise import cli
 
     cli.run(EvaluateConfig, "minirl.evaluate:main")
 

@@ -41,13 +41,13 @@ from minirl.parallel.machines import (
     errors_of_machines,
 )
 from minirl.parallel.mesh import Mesh, ranks_of_node
-from minirl.parallel.watch import Watch
 from minirl.plan.shape import count_frozen
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
 from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
+from minirl.supervise.watch import Watch
 from minirl.train.schedule import num_rl_steps, num_tickets
 
 

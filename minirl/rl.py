@@ -7,8 +7,8 @@ Every rank runs this program, holds a shard of the policy and has a vLLM engine 
 """
 
 if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
-    from minirl import cli
     from minirl.config.rl import RLConfig
+    from minirl.supervise import cli
 
     cli.run(RLConfig, "minirl.rl:Trainer.main")
 

@@ -13,8 +13,8 @@ requests for rewards by the first command, and RL asks it by the flag below:
 if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
     import sys
 
-    from minirl import cli
     from minirl.config.supervised import RMConfig, ServeConfig
+    from minirl.supervise import cli
 
     if sys.argv[1:2] == ["serve"]:
         cli.run(ServeConfig, "minirl.rm:serve_model")

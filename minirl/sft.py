@@ -5,8 +5,8 @@
 The mesh, the steps and the files of a run are those of RL.
 """
 
-from minirl import cli
 from minirl.config.supervised import SFTConfig
+from minirl.supervise import cli
 
 if __name__ == "__main__":
     cli.run(SFTConfig, "minirl.supervised:SupervisedTrainer.main")

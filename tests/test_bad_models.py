@@ -29,10 +29,10 @@ from minirl.inputs import check_output, find_model
 from minirl.model import build, weight_files
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import check_can_write
-from minirl.parallel.watch import Watch
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.supervise.watch import Watch
 from minirl.train.evaluation import evaluate
 
 

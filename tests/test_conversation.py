@@ -23,10 +23,10 @@ from minirl.data.turns import encode_chat
 from minirl.engine.engine import Sampling
 from minirl.envs.base import Env, Raw, Result
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.watch import Watch
 from minirl.rollout import records, show
 from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
+from minirl.supervise.watch import Watch
 
 # --------------------------------------------------------------------------------------------------
 # templates

@@ -26,13 +26,13 @@ from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.config.supervised import SFTConfig
-from minirl.faults import explain
 from minirl.health import Health
-from minirl.parallel import watch
-from minirl.parallel.guard import Board, has_told, make_page
-from minirl.parallel.limits import Limits
-from minirl.parallel.watch import Watch
 from minirl.rewards.http import RemoteReward
+from minirl.supervise import watch
+from minirl.supervise.faults import explain
+from minirl.supervise.guard import Board, has_told, make_page
+from minirl.supervise.limits import Limits
+from minirl.supervise.watch import Watch
 from minirl.trainer import Program
 from nodes import Job, Node
 from programs import Ended, fork
@@ -47,7 +47,7 @@ USER = '''
 import asyncio, itertools, json, os, re, sys, threading, time
 from pathlib import Path
 from minirl.envs import Agent, Env, Result
-from minirl.parallel import watch
+from minirl.supervise import watch
 
 here = Path(__file__).parent
 rank = os.environ.get("RANK", "0")
@@ -393,7 +393,7 @@ def test_a_signal_before_the_first_step_ends_at_once(folder, tmp_path):
 FAILS_AFTER_A_SIGNAL = """
 import os, pathlib, signal, time
 from minirl.base.errors import UserError
-from minirl.parallel import watch
+from minirl.supervise import watch
 from minirl.engine.engine import RolloutEngine
 
 told = pathlib.Path(__file__).with_name("rank-1-is-told")

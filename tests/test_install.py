@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl import lifecycle
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
+from minirl.supervise import lifecycle
 from programs import ROOT
 
 if os.path.exists("/dev/nvidia0"):

@@ -25,14 +25,13 @@ from torch.distributed import run
 
 import tiny
 from harness import ranks
-from minirl import lifecycle
 from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.inputs import Inputs, check_output
-from minirl.parallel import launch
-from minirl.parallel.launch import agree_on_name
 from minirl.parallel.machines import check_same
+from minirl.supervise import launch, lifecycle
+from minirl.supervise.launch import agree_on_name
 from nodes import Job, Node, two_nodes
 from programs import ROOT, Ended, fork
 from test_program import read, repeatable

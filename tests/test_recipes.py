@@ -29,7 +29,6 @@ from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.data.sources import open_source
 from minirl.engine.loop import EngineLoop
 from minirl.inputs import find_other_model
-from minirl.parallel.watch import Watch
 from minirl.plan import __main__ as planner
 from minirl.plan.command import make_plan
 from minirl.plan.flags import read_flags
@@ -41,6 +40,7 @@ from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import pull
+from minirl.supervise.watch import Watch
 from minirl.supervised import SupervisedTrainer
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory

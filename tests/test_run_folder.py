@@ -37,10 +37,10 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
-from minirl.faults import explain
 from minirl.model import scratch
-from minirl.parallel.watch import Watch
 from minirl.rollout import records
+from minirl.supervise.faults import explain
+from minirl.supervise.watch import Watch
 from minirl.types.packed import Trajectory
 from programs import ROOT, fork
 from sharded import whole

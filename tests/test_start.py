@@ -227,7 +227,7 @@ def test_the_help_shows_the_values_of_a_file(tmp_path):
 
 USER_PROGRAM = """
 import os
-from minirl import cli
+from minirl.supervise import cli
 from minirl.config.shared import EvaluateConfig
 from minirl.base.errors import UserError
 
@@ -290,7 +290,7 @@ def test_torchrun_ends_with_the_reason(case, tmp_path):
 
 def test_the_quickstart_refuses_a_mistake_on_several_machines_together(monkeypatch, capsys):
     """A rank that does not know the others' flags joins them, and does not answer alone."""
-    from minirl import cli, lifecycle
+    from minirl.supervise import cli, lifecycle
 
     joined = []
     monkeypatch.setattr(lifecycle, "run", lambda *what: joined.append(what))

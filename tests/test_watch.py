@@ -16,8 +16,8 @@ from minirl import report, results, trackers
 from minirl.base import log
 from minirl.base.errors import UserError
 from minirl.config.shared import LogConfig
-from minirl.parallel import watch
 from minirl.rollout import records, show
+from minirl.supervise import watch
 from minirl.trackers import check_installed, open_trackers
 from nodes import Job, Node
 from programs import QUICKSTART, ROOT, alone, fork

@@ -6,8 +6,8 @@ python -m minirl.checkpoint merge runs/mine/adapter
 
 import sys
 
-from minirl import cli
 from minirl.config.shared import ExportConfig, MergeConfig
+from minirl.supervise import cli
 
 if __name__ == "__main__":
     if "merge" in sys.argv[1:2]:

@@ -20,9 +20,9 @@ from minirl.data.images import ImageSpan
 from minirl.data.vision_base import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
-from minirl.parallel.limits import Limit
-from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion
+from minirl.supervise.limits import Limit
+from minirl.supervise.watch import Watch
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minirl.base.errors import require
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.validate import validate_parallel
-from minirl.parallel.launch import open_attempt_store
-from minirl.parallel.watch import Watch
+from minirl.supervise.launch import open_attempt_store
+from minirl.supervise.watch import Watch
 
 try:
     all_gather_single = dist.all_gather_single

@@ -30,7 +30,6 @@ from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
-from minirl.parallel.watch import Watch
 from minirl.rewards import (
     AdaptedReward,
     Answer,
@@ -43,6 +42,7 @@ from minirl.rewards import (
 from minirl.rewards.by_name import foreign_prefix
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.mistakes import CURE, needs_main_thread
+from minirl.supervise.watch import Watch
 
 # What makes a reward function of the text behind a prefix; imported when it is needed.
 ADAPTERS = {

@@ -10,8 +10,8 @@ from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EnvConfig, EvaluateConfig, TrainingConfig
 from minirl.envs.base import Env
-from minirl.parallel.limits import Limit
-from minirl.parallel.watch import Watch
+from minirl.supervise.limits import Limit
+from minirl.supervise.watch import Watch
 
 
 def limited_imports(

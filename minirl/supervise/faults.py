@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from minirl.base.files import DISK_FAILURES
-from minirl.parallel.watch import Watch
+from minirl.supervise.watch import Watch
 
 # What gloo, NCCL and the store say of other ranks.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process")

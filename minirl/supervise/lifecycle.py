@@ -22,11 +22,11 @@ from minirl.base.imports import no_collections
 from minirl.base.log import say
 from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
-from minirl.faults import explain
-from minirl.parallel.launch import end_with_agent
 from minirl.parallel.machines import check_same, errors_of_machines
 from minirl.parallel.mesh import Mesh, arrange, check_gpus, open_world
-from minirl.parallel.watch import Watch, leave
+from minirl.supervise.faults import explain
+from minirl.supervise.launch import end_with_agent
+from minirl.supervise.watch import Watch, leave
 
 JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that says it.
 # What may differ between machines: where a rank is found.

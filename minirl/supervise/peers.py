@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from minirl.parallel import guard
+from minirl.supervise import guard
 
 
 class Peer(NamedTuple):

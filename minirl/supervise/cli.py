@@ -13,10 +13,10 @@ from minirl.base.imports import no_collections
 from minirl.config.named import check_named
 from minirl.config.parse import parse_flags
 from minirl.config.validate import check_settings
-from minirl.parallel.agent import tell_agent
+from minirl.supervise.agent import tell_agent
 
 if TYPE_CHECKING:
-    from minirl.lifecycle import Program
+    from minirl.supervise.lifecycle import Program
 
 
 def run(config: type, program: "str | Program") -> NoReturn:
@@ -45,7 +45,7 @@ def run(config: type, program: "str | Program") -> NoReturn:
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("minirl: the settings are right; torch and vLLM are imported next", file=sys.stderr)
     with no_collections():
-        from minirl import lifecycle  # here, because this takes seconds
+        from minirl.supervise import lifecycle
 
     lifecycle.run(config, cfg, mistake, program)
 

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from minirl.parallel import guard
-from minirl.parallel.guard import Board
+from minirl.supervise import guard
+from minirl.supervise.guard import Board
 
 TICK_SECONDS = 0.25  # Limits are looked at so often.
 NOWHERE = -1  # A limit that is not on the board.

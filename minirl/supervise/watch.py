@@ -33,9 +33,9 @@ import torch.distributed as dist
 
 from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.base.log import printable, restore_streams, say
-from minirl.parallel import agent, guard
-from minirl.parallel.limits import Limit, Limits
-from minirl.parallel.peers import Peer, is_alive, runs, stat_of
+from minirl.supervise import agent, guard
+from minirl.supervise.limits import Limit, Limits
+from minirl.supervise.peers import Peer, is_alive, runs, stat_of
 
 _exit = os._exit  # Python's own. While a rank listens, `os._exit` is `Watch._refuse_exit`.
 
