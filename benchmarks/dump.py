@@ -3,7 +3,7 @@
     python benchmarks/dump.py --trajectories 256 --tokens 2000
 
 One process, no engine and no model: random trajectories, packed as a step packs them, go through
-`minirl.dump.Dump`. `lines` is what the rank has sampled (JSON, all that a replay needs), `tables`
+`minirl.run.dump.Dump`. `lines` is what the rank has sampled (JSON, all that a replay needs), `tables`
 what training made of each token, and the index. Without rollout.dump both are 0.
 """
 
@@ -22,9 +22,9 @@ from minirl.base.log import Timer
 from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
-from minirl.dump import Dump
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import join_world
+from minirl.run.dump import Dump
 from minirl.types.packed import Trajectory
 
 

@@ -31,7 +31,7 @@ from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load
 from minirl.plan.meter import Meter
 from minirl.plan.shape import read_shape
-from minirl.throughput import Work, flops
+from minirl.run.throughput import Work, flops
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from minirl.report import OUTSIDE_STEPS, read_rows
+from minirl.run.report import OUTSIDE_STEPS, read_rows
 
 ROOT = Path(__file__).parent.parent
 WORDS = "configs/quickstart_rl.yaml"

@@ -74,7 +74,7 @@ def main(cfg: RLConfig, mesh: Mesh) -> None:
         shutil.rmtree(cfg.output, ignore_errors=True)
     mesh.barrier()
     timer = CpuTimer(mesh.device)
-    with mock.patch("minirl.trainer.Timer", lambda device: timer):
+    with mock.patch("minirl.run.trainer.Timer", lambda device: timer):
         trainer = Trainer(cfg, mesh)
     trainer.train()
     if mesh.rank == 0:

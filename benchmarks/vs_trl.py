@@ -48,8 +48,8 @@ from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
+from minirl.run.supervised import SupervisedTrainer
 from minirl.supervise import cli
-from minirl.supervised import SupervisedTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL = "1.16.0"
@@ -268,7 +268,7 @@ def run_minirl(case: Case, load: Load, folder: Path) -> None:
 
     flags = [str(flag) for flag in minirl_flags(case, load, folder)]
     with (
-        mock.patch("minirl.trainer.Timer", make_timer),
+        mock.patch("minirl.run.trainer.Timer", make_timer),
         mock.patch.object(sys, "argv", ["vs_trl", *flags]),
     ):
         cli.run(config, measure)

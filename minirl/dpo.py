@@ -27,7 +27,7 @@ from minirl.base.reading import is_file, library_reads
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.parallel.machines import check_can_write, check_same
-from minirl.supervised import PairTrainer
+from minirl.run.supervised import PairTrainer
 from minirl.train.minibatches import annotate_examples
 from minirl.train.policy import Minibatch, Policy
 from minirl.train.reference import Reference

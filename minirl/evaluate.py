@@ -28,7 +28,6 @@ from minirl.data.vision import read_vision, sampling_stops
 from minirl.engine.engine import RolloutEngine
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
-from minirl.inputs import ModelFiles, check_tokens, choose_dtype, find_other_model
 from minirl.model import build, families
 from minirl.model.weight_files import open_weights
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
@@ -37,7 +36,8 @@ from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.time_limits import limited_imports, limited_template, make_in_time
-from minirl.row_checks import MAY_BE_LONG, PromptChecks
+from minirl.run.inputs import ModelFiles, check_tokens, choose_dtype, find_other_model
+from minirl.run.row_checks import MAY_BE_LONG, PromptChecks
 from minirl.train.evaluation import eval_sampling, evaluate
 from minirl.train.policy import Policy
 from minirl.train.reward_model import RewardModel

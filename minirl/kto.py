@@ -17,7 +17,7 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.labelled import MATCHED, Labelled, open_labelled
-from minirl.supervised import SupervisedTrainer
+from minirl.run.supervised import SupervisedTrainer
 from minirl.train.minibatches import make_minibatch
 from minirl.train.policy import Metrics, Minibatch
 from minirl.train.reference import Reference

@@ -19,28 +19,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minirl import checkpoint, report
+from minirl import checkpoint
 from minirl.algo import advantages, losses, shaping
 from minirl.algo.mismatch import MismatchWatch
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
-from minirl.dump import Dump
-from minirl.generation import Generation
-from minirl.health import Health
-from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
 from minirl.rollout import records
-from minirl.supervised import warm_start
-from minirl.throughput import count_sampled, count_work
+from minirl.run import report
+from minirl.run.dump import Dump
+from minirl.run.generation import Generation
+from minirl.run.health import Health
+from minirl.run.inputs import Inputs
+from minirl.run.supervised import warm_start
+from minirl.run.throughput import count_sampled, count_work
+from minirl.run.trainer import GO_ON, Program, TrainingRun
 from minirl.train.evaluation import NUM_SHOWN, eval_sampling, evaluate, means_of_step
 from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.reference import Reference
 from minirl.train.reward_model import RewardModel
 from minirl.train.updates import update_in_passes
-from minirl.trainer import GO_ON, Program, TrainingRun
 from minirl.types.packed import Trajectory
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a

@@ -32,10 +32,10 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.endpoint.reward_server import serve
-from minirl.inputs import check_head, choose_dtype
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
-from minirl.supervised import PairTrainer
+from minirl.run.inputs import check_head, choose_dtype
+from minirl.run.supervised import PairTrainer
 from minirl.train.policy import Policy
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory

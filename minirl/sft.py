@@ -9,4 +9,4 @@ from minirl.config.supervised import SFTConfig
 from minirl.supervise import cli
 
 if __name__ == "__main__":
-    cli.run(SFTConfig, "minirl.supervised:SupervisedTrainer.main")
+    cli.run(SFTConfig, "minirl.run.supervised:SupervisedTrainer.main")

@@ -20,7 +20,6 @@ from minirl.batch.packing import pack
 from minirl.config.parse import load_config
 from minirl.config.rl import RLConfig
 from minirl.engine.engine import RolloutEngine
-from minirl.generation import Generation
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
@@ -29,7 +28,8 @@ from minirl.refit.refit import Refit
 from minirl.rewards.functions import score_reasoning_gym
 from minirl.rl import Trainer
 from minirl.rollout.sampler import Sampler
-from minirl.supervised import warm_start
+from minirl.run.generation import Generation
+from minirl.run.supervised import warm_start
 from minirl.train.policy import Metrics, Policy
 from minirl.types.packed import UNSET, Packed, Trajectory
 

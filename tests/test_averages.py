@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import tiny
 from harness import ranks
-from minirl import dpo, rm, supervised
+from minirl import dpo, rm
 from minirl.algo import losses
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
@@ -20,6 +20,7 @@ from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
 from minirl.refit.refit import Refit
+from minirl.run import supervised
 from minirl.train.policy import Policy
 from sharded import whole
 from test_gradients import batches_of, trajectories

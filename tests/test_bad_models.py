@@ -14,7 +14,6 @@ import pytest
 import tiny
 from harness import ranks
 from in_memory import ALONE
-from minirl import results
 from minirl.base.errors import UserError
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
@@ -25,13 +24,14 @@ from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
 from minirl.engine.engine import Sampling
 from minirl.envs.base import Env, Result
-from minirl.inputs import check_output, find_model
 from minirl.model import build, weight_files
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import check_can_write
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.run import results
+from minirl.run.inputs import check_output, find_model
 from minirl.supervise.watch import Watch
 from minirl.train.evaluation import evaluate
 

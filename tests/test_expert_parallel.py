@@ -22,7 +22,7 @@ from minirl.config.supervised import SFTConfig
 from minirl.model.mixture import experts
 from minirl.model.mixture.mixtures import check_experts, experts_of_token
 from minirl.parallel import experts as expert_parallel
-from minirl.supervised import SupervisedTrainer
+from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy
 from sharded import whole
 from test_families import assert_same_files, stay_float64

@@ -26,14 +26,14 @@ from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.config.supervised import SFTConfig
-from minirl.health import Health
 from minirl.rewards.http import RemoteReward
+from minirl.run.health import Health
+from minirl.run.trainer import Program
 from minirl.supervise import watch
 from minirl.supervise.faults import explain
 from minirl.supervise.guard import Board, has_told, make_page
 from minirl.supervise.limits import Limits
 from minirl.supervise.watch import Watch
-from minirl.trainer import Program
 from nodes import Job, Node
 from programs import Ended, fork
 from test_program import read, repeatable

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint, supervised
+from minirl import checkpoint
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
@@ -22,6 +22,7 @@ from minirl.config.supervised import SFTConfig
 from minirl.model import build
 from minirl.model.freeze import frozen_names
 from minirl.plan.shape import read_shape
+from minirl.run import supervised
 from minirl.train.policy import Policy
 from sharded import whole
 from test_checkpoint import differences

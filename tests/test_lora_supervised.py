@@ -20,7 +20,7 @@ from minirl import dpo, kto, rm
 from minirl.checkpoint.reading import saved_shapes
 from minirl.config.parse import parse_flags
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
-from minirl.supervised import SupervisedTrainer
+from minirl.run.supervised import SupervisedTrainer
 from test_critic import metrics_of
 from test_lora_files import config_of, write
 from test_lora_program import to_flags

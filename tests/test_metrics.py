@@ -11,7 +11,7 @@ import torch
 import tiny
 from minirl.plan.cards import CARDS, peak_tflops
 from minirl.plan.shape import read_shape
-from minirl.throughput import Work, flops
+from minirl.run.throughput import Work, flops
 from minirl.train.evaluation import _deviation
 from programs import ROOT, fork
 

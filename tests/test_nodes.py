@@ -28,8 +28,8 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
-from minirl.inputs import Inputs, check_output
 from minirl.parallel.machines import check_same
+from minirl.run.inputs import Inputs, check_output
 from minirl.supervise import launch, lifecycle
 from minirl.supervise.launch import agree_on_name
 from nodes import Job, Node, two_nodes

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from minirl import own_methods
 from minirl.algo import advantages, losses
 from minirl.base.errors import UserError
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.validate import resolve_lengths, validate_rl
+from minirl.run import user_algorithms
 from programs import fork
 
 ALONE = {
@@ -42,7 +42,7 @@ def config(advantage="grpo", loss="ppo", samples=2, **algo):
 
 
 def assigned(name):
-    batch = own_methods.make_batch(3, with_reference=False)
+    batch = user_algorithms.make_batch(3, with_reference=False)
     cfg = AlgoConfig(advantage=str(name))
     advantages.assign([batch], advantages.find(cfg.advantage), cfg, **ALONE)
     return batch.advantages
@@ -84,7 +84,7 @@ def test_an_estimator_by_token_is_what_its_signature_says(file):
     assert all(advantages.compares_answers(f) for f in advantages.ESTIMATORS.values())
     # Declared to be whitened, it is reinforce_pp; not declared, it is left as it is.
     assert torch.equal(assigned(f"{path}:to_go"), assigned("reinforce_pp"))
-    batch = own_methods.make_batch(3, with_reference=False)
+    batch = user_algorithms.make_batch(3, with_reference=False)
     zeros = torch.zeros(len(batch.inputs), dtype=torch.float64)
     rewards = advantages.token_rewards(batch, zeros)
     assert torch.equal(assigned(f"{path}:last"), (2 * rewards).float() * batch.loss_mask)
@@ -95,11 +95,11 @@ def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
     for name in ("as_it_is", "to_go", "last"):
         cfg = config(f"{path}:{name}", samples=1)
         validate_rl(cfg, 1)
-        own_methods.check_methods(cfg)
+        user_algorithms.check_methods(cfg)
     cfg = config(f"{path}:centered", samples=1)
     validate_rl(cfg, 1)
     with pytest.raises(UserError, match=r"samples_per_prompt = 1: .*compares_nothing of minirl"):
-        own_methods.check_methods(cfg)
+        user_algorithms.check_methods(cfg)
 
 
 def test_old_logprobs_are_there_for_an_estimator_by_token(file):
@@ -124,7 +124,7 @@ def test_a_wrong_estimator_is_told_at_the_start(file, name):
     parameters, body, message = WRONG_ESTIMATORS[name]
     path = file(f"def wrong({parameters}): {body}")
     with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
-        own_methods.check_methods(config(f"{path}:wrong"))
+        user_algorithms.check_methods(config(f"{path}:wrong"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_loss_of_a_file_that_says_the_same_is_the_same(file):
     extras = {"entropy_coef": 0.01, "kl_coef": 0.1, "dual_clip": 3.0}
     outcomes = []
     for loss in ("ppo", f"{path}:again"):
-        batch = own_methods.make_batch(3, with_reference=True)
+        batch = user_algorithms.make_batch(3, with_reference=True)
         logprobs = batch.engine_logprobs.clone().requires_grad_()
         made = losses.policy(AlgoConfig(loss=loss, **extras), 20)
         value, metrics = made.token_loss(batch, logprobs, batch.old_entropy)
@@ -172,8 +172,8 @@ def test_good_losses_are_let_through(file):
     for name in ("again", "sapo"):
         cfg = config(loss=f"{path}:{name}", kl_coef=0.1)
         validate_rl(cfg, 1)
-        own_methods.check_methods(cfg)
-    own_methods.check_methods(config())
+        user_algorithms.check_methods(cfg)
+    user_algorithms.check_methods(config())
 
 
 WRONG_LOSSES = {
@@ -195,16 +195,16 @@ def test_a_wrong_loss_is_told_at_the_start(file, name):
     body, message = WRONG_LOSSES[name]
     path = file(f"def wrong(batch, logprobs, entropy, cfg): {body}")
     with pytest.raises(UserError, match=rf"algo.loss = .*mine.py:wrong: .*{message}"):
-        own_methods.check_methods(config(loss=f"{path}:wrong"))
+        user_algorithms.check_methods(config(loss=f"{path}:wrong"))
 
 
 def test_a_loss_that_is_nowhere_is_told(file):
     with pytest.raises(UserError, match="algo.loss = 'poo' is neither ppo, gspo or cispo nor of"):
         validate_rl(config(loss="poo"), 1)
     with pytest.raises(UserError, match="no file none.py"):
-        own_methods.check_methods(config(loss="none.py:f"))
+        user_algorithms.check_methods(config(loss="none.py:f"))
     with pytest.raises(UserError, match="has no function other"):
-        own_methods.check_methods(config(loss=f"{file(LOSSES)}:other"))
+        user_algorithms.check_methods(config(loss=f"{file(LOSSES)}:other"))
 
 
 # --------------------------------------------------------------------------------------------------

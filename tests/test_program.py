@@ -19,12 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import ranks
-from minirl import inputs
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates, resolve_lengths
 from minirl.rl import Trainer
+from minirl.run import inputs
 from nodes import Job, Node
 from programs import QUICKSTART, ROOT, Ended, alone, fork, torchrun
 from test_preference import export_scored

@@ -31,7 +31,6 @@ from wandb.sdk.launch.sweeps import utils as sweeps
 import composition
 import contents
 import family_table
-from minirl import own_methods
 from minirl.algo import advantages, losses
 from minirl.config.lookup import find_function
 from minirl.config.parse import parse_flags
@@ -42,6 +41,7 @@ from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
 from minirl.plan.flags import own_flags
+from minirl.run import user_algorithms
 from minirl.view import __main__ as view
 from programs import QUICKSTART, ROOT, fork
 
@@ -407,10 +407,10 @@ def test_the_printed_algorithm(tmp_path):
     path = printed("minirl/algo/README.md", "my_algorithm.py", tmp_path)
     advantage, loss = f"{path}:above_mean", f"{path}:soft_gate"
     cfg = RLConfig(algo=AlgoConfig(advantage=advantage, loss=loss))
-    estimator = own_methods.check_methods(cfg)
+    estimator = user_algorithms.check_methods(cfg)
     rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     assert estimator(rewards, torch.tensor([0, 0, 1])).tolist() == [0.5, -0.5, 0.0]
-    batch = own_methods.make_batch(2, with_reference=False)
+    batch = user_algorithms.make_batch(2, with_reference=False)
     value, metrics = losses.find_own(loss)(batch, batch.old_logprobs, batch.old_entropy, cfg.algo)
     assert torch.equal(value, -2 * batch.advantages) and bool((metrics["ratio"] == 1).all())
 

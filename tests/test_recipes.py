@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
-from minirl import checkpoint, dpo, generation, kto, rl, rm
+from minirl import checkpoint, dpo, kto, rl, rm
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
 from minirl.config.parse import load_config, parse_flags
@@ -28,7 +28,6 @@ from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.data.sources import open_source
 from minirl.engine.loop import EngineLoop
-from minirl.inputs import find_other_model
 from minirl.plan import __main__ as planner
 from minirl.plan.command import make_plan
 from minirl.plan.flags import read_flags
@@ -40,8 +39,10 @@ from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.tickets import pull
+from minirl.run import generation
+from minirl.run.inputs import find_other_model
+from minirl.run.supervised import SupervisedTrainer
 from minirl.supervise.watch import Watch
-from minirl.supervised import SupervisedTrainer
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 from programs import ROOT

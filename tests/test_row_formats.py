@@ -22,7 +22,7 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Conversation
-from minirl.row_checks import marks_for_template, require_shown
+from minirl.run.row_checks import marks_for_template, require_shown
 from programs import ROOT, fork
 
 PAGE = (ROOT / "minirl" / "data" / "README.md").read_text()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
-from minirl import checkpoint, inputs
+from minirl import checkpoint
 from minirl.base import log
 from minirl.base.errors import UserError
 from minirl.base.files import Checksum, checksum_of, partial_of, publish_folder, write_whole
@@ -39,6 +39,7 @@ from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model import scratch
 from minirl.rollout import records
+from minirl.run import inputs
 from minirl.supervise.faults import explain
 from minirl.supervise.watch import Watch
 from minirl.types.packed import Trajectory

@@ -32,7 +32,7 @@ from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
-from minirl.supervised import SupervisedTrainer
+from minirl.run.supervised import SupervisedTrainer
 from minirl.train.minibatches import make_minibatch
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory

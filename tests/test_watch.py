@@ -12,13 +12,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minirl import report, results, trackers
 from minirl.base import log
 from minirl.base.errors import UserError
 from minirl.config.shared import LogConfig
 from minirl.rollout import records, show
+from minirl.run import report, results, trackers
+from minirl.run.trackers import check_installed, open_trackers
 from minirl.supervise import watch
-from minirl.trackers import check_installed, open_trackers
 from nodes import Job, Node
 from programs import QUICKSTART, ROOT, alone, fork
 from test_run_folder import trajectory
@@ -164,7 +164,7 @@ def test_answers_are_dropped_with_the_steps_that_are_made_again(tmp_path):
 
 
 def test_a_row_that_is_being_written_is_left_out(tmp_path):
-    from minirl.report import read_rows
+    from minirl.run.report import read_rows
 
     (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n{"phase": "r')
     assert read_rows(tmp_path / "metrics.jsonl") == [{"phase": "rl", "step": 0}]

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from minirl.base.files import write_whole
-from minirl.trackers import Tracker
+from minirl.run.trackers import Tracker
 
 # A point of time: in seconds of the host, or on the device, whose kernels run behind the host.
 Moment = float | torch.cuda.Event

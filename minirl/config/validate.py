@@ -21,7 +21,7 @@ from minirl.config.supervised import (
     PairsConfig,
     SupervisedConfig,
 )
-from minirl.trackers import check_installed
+from minirl.run.trackers import check_installed
 
 COLDEST = 0.01  # Temperature, of vLLM.
 

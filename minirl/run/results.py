@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from minirl import report
 from minirl.base.files import write_whole
 from minirl.base.log import truncate
+from minirl.run import report
 
 RUNNING = "running"
 FINISHED = "finished"

@@ -10,11 +10,11 @@ from minirl.config.rl import RLConfig
 from minirl.data.vision import sampling_stops
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent
-from minirl.inputs import Inputs
 from minirl.refit.refit import Refit
 from minirl.rollout.groups import StepRollout
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.time_limits import make_in_time
+from minirl.run.inputs import Inputs
 from minirl.train.policy import Policy
 
 

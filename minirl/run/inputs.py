@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from minirl import own_methods
 from minirl.base.errors import UserError, require
 from minirl.base.files import partial_of, publish_folder, remove, sync_files
 from minirl.base.log import say
@@ -46,7 +45,8 @@ from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
 from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
-from minirl.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
+from minirl.run import user_algorithms
+from minirl.run.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
 from minirl.supervise.watch import Watch
 from minirl.train.schedule import num_rl_steps, num_tickets
 
@@ -88,7 +88,7 @@ class Inputs:
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
-                self.estimator = in_time(own_methods.check_methods(cfg), cfg, mesh.watch)
+                self.estimator = in_time(user_algorithms.check_methods(cfg), cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             env = make_in_time(self.make_env, cfg.env, mesh.watch)

@@ -23,7 +23,13 @@ from minirl.data import chat, images
 from minirl.data.examples import Chats, StepExamples, open_chats, to_examples
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.data.rows import Rows
-from minirl.inputs import (
+from minirl.model import families
+from minirl.model.mixture import routing
+from minirl.parallel.machines import errors_of_machines
+from minirl.parallel.mesh import Mesh
+from minirl.plan.shape import count_frozen
+from minirl.plan.workload import supervised_workload
+from minirl.run.inputs import (
     Inputs,
     check_experts,
     check_output,
@@ -33,19 +39,13 @@ from minirl.inputs import (
     find_other_model,
     make_scratch,
 )
-from minirl.model import families
-from minirl.model.mixture import routing
-from minirl.parallel.machines import errors_of_machines
-from minirl.parallel.mesh import Mesh
-from minirl.plan.shape import count_frozen
-from minirl.plan.workload import supervised_workload
-from minirl.row_checks import load_splits, marks_for_template, require_shown
-from minirl.throughput import count_work
+from minirl.run.row_checks import load_splits, marks_for_template, require_shown
+from minirl.run.throughput import count_work
+from minirl.run.trainer import Program, TrainingRun
 from minirl.train.minibatches import make_minibatch
 from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.reference import Reference
 from minirl.train.schedule import learning_rate
-from minirl.trainer import Program, TrainingRun
 from minirl.types.packed import Trajectory
 
 

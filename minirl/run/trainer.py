@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from minirl import checkpoint, report, results, throughput
+from minirl import checkpoint
 from minirl.base.errors import require
 from minirl.base.files import remove, write_whole
 from minirl.base.log import Log, Timer, say, truncate
@@ -25,15 +25,16 @@ from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
-from minirl.inputs import choose_dtype
 from minirl.model.adapters import lora
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
-from minirl.progress import Progress
 from minirl.rollout import records
-from minirl.throughput import Utilisation, Work
-from minirl.trackers import open_trackers
+from minirl.run import report, results, throughput
+from minirl.run.inputs import choose_dtype
+from minirl.run.progress import Progress
+from minirl.run.throughput import Utilisation, Work
+from minirl.run.trackers import open_trackers
 from minirl.train.policy import Metrics, Policy
 from minirl.train.reference import Reference, is_base
 
