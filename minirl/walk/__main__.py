@@ -41,7 +41,7 @@ def main() -> None:
         import torch.distributed as dist
 
         from minirl.parallel.mesh import join_world
-        from minirl.walk_step import Walk
+        from minirl.walk.step import Walk
 
     mesh = join_world()
     with tempfile.TemporaryDirectory() as folder:
