@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import reasoning_gym
 import tyro
 
-from minirl import sandbox
 from minirl.rewards import graders
+from minirl.sandbox import runner
 from minirl.sandbox.inside.grading import make_math_verify
 
 DATA_SETS = ("chain_sum", "countdown", "polynomial_multiplication")
@@ -31,7 +31,7 @@ COMPLETIONS = (
 )
 PROGRAM = "def add(a, b):\n    return a + b\nprint('defined')"
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
-LIMITS = sandbox.Limits(seconds=60)
+LIMITS = runner.Limits(seconds=60)
 
 
 @dataclass(kw_only=True)
@@ -92,8 +92,8 @@ def main(load: Load) -> None:
         print(f"| answers, {package} | {in_rank:.0f} | {' | '.join(in_pool)} |")
 
     programs: dict[str, tuple[Callable, tuple]] = {
-        "run": (sandbox.run, (PROGRAM, LIMITS)),
-        "passes": (sandbox.passes, (PROGRAM, TESTS, LIMITS)),
+        "run": (runner.run, (PROGRAM, LIMITS)),
+        "passes": (runner.passes, (PROGRAM, TESTS, LIMITS)),
     }
     for name, (function, arguments) in programs.items():
         calls = [arguments] * load.programs

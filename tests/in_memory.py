@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from minirl.data.images import ImageSpan
 from minirl.data.rows import Rows
 from minirl.data.sources import Source
 from minirl.data.split import read_rows
+from minirl.types.images import ImageSpan
 
 # A mesh of one rank, as far as rows need it.
 ALONE = SimpleNamespace(

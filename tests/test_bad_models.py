@@ -23,12 +23,13 @@ from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
 from minirl.engine.engine import Sampling
+from minirl.engine.loop import Completion
 from minirl.envs.base import Env, Result
 from minirl.model import build, weight_files
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import check_can_write
 from minirl.rollout import records
-from minirl.rollout.conversation import Completion, Conversation
+from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.run import results
 from minirl.run.inputs import check_output, find_model

@@ -21,10 +21,11 @@ from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
 from minirl.data.turns import encode_chat
 from minirl.engine.engine import Sampling
+from minirl.engine.loop import Completion
 from minirl.envs.base import Env, Raw, Result
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import records, show
-from minirl.rollout.conversation import Completion, Conversation, Segment
+from minirl.rollout.conversation import Conversation, Segment
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
 from minirl.supervise.watch import Watch
 

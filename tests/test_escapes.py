@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minirl.sandbox import Limits, run
+from minirl.sandbox.runner import Limits, run
 
 COLUMN = ("x86_64", "aarch64").index(platform.machine())
 
@@ -539,9 +539,9 @@ def test_a_program_that_uses_things_up_has_a_result(name, tmp_path):
 def test_a_program_ends_with_its_trainer(tmp_path):
     """A trainer that is killed leaves no program behind."""
     code = (
-        "from minirl import sandbox\n"
-        "sandbox.run('import os, time; print(os.getpid(), flush=True); time.sleep(1000)', "
-        "sandbox.Limits(seconds=1000))"
+        "from minirl.sandbox import runner\n"
+        "runner.run('import os, time; print(os.getpid(), flush=True); time.sleep(1000)', "
+        "runner.Limits(seconds=1000))"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
     programs = []

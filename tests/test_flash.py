@@ -22,8 +22,8 @@ from minirl.batch.attention_plan import Layout
 from minirl.batch.packing import pack
 from minirl.model import attention, build, flash, flash_package, kernels, ring_package
 from minirl.model.attention import attend, packed_attention
-from minirl.parallel.mesh import Context
 from minirl.types.blocks import Options
+from minirl.types.packed import Context
 from test_packing import groups
 
 CPU = torch.device("cpu")

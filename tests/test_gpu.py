@@ -30,12 +30,12 @@ from minirl.engine.engine import RolloutEngine
 from minirl.model import build, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.mixture import experts
-from minirl.parallel.mesh import Context, join_world, make_mesh
+from minirl.parallel.mesh import join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.plan import pretend
 from minirl.train.policy import Policy
 from minirl.types.blocks import Options
-from minirl.types.packed import Trajectory
+from minirl.types.packed import Context, Trajectory
 from test_families import mixture_inputs
 from test_packing import groups
 

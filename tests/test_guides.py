@@ -19,9 +19,9 @@ from minirl.endpoint.tool_calls import make_reader
 from minirl.engine import engine as engine_module
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.grammars import MassRecorder, json_guide
-from minirl.engine.loop import EngineLoop, Request
+from minirl.engine.loop import Completion, EngineLoop, Request
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout.conversation import Completion, Prompt, Segment
+from minirl.rollout.conversation import Prompt, Segment
 from test_server import TEMPLATE
 
 PICK = {

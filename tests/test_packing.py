@@ -21,9 +21,8 @@ from minirl.batch.attention_plan import Layout
 from minirl.batch.exchange import _Header, exchange, partition, pieces
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
-from minirl.data.images import ImageSpan
-from minirl.parallel.mesh import Context
-from minirl.types.packed import Trajectory
+from minirl.types.images import ImageSpan
+from minirl.types.packed import Context, Trajectory
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,10 @@ from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
-from minirl.engine.loop import EngineLoop, Request
+from minirl.engine.loop import Completion, EngineLoop, Request
 from minirl.model import build, families
 from minirl.rollout import records
-from minirl.rollout.conversation import Completion, Prompt, Segment
+from minirl.rollout.conversation import Prompt, Segment
 from minirl.run.inputs import check_routers
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory

@@ -20,8 +20,9 @@ from minirl.data.messages import read_template_kwargs, read_tools, why_no_messag
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
+from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout.conversation import Completion, Conversation
+from minirl.rollout.conversation import Conversation
 from minirl.run.row_checks import marks_for_template, require_shown
 from programs import ROOT, fork
 

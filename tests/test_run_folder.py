@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
-from minirl.base import log
 from minirl.base.errors import UserError
 from minirl.base.files import Checksum, checksum_of, partial_of, publish_folder, write_whole
 from minirl.checkpoint import changes, checksums, finding, lock, reading, state
@@ -39,7 +38,7 @@ from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model import scratch
 from minirl.rollout import records
-from minirl.run import inputs
+from minirl.run import inputs, log
 from minirl.supervise.faults import explain
 from minirl.supervise.watch import Watch
 from minirl.types.packed import Trajectory

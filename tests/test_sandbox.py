@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minirl import sandbox
 from minirl.base.errors import UserError
 from minirl.rewards import functions
-from minirl.sandbox import Limits, run
+from minirl.sandbox import runner
+from minirl.sandbox.runner import Limits, run
 
 OUTSIDE = "{outside}"
 DENIED = "PermissionError"
@@ -188,7 +188,7 @@ def harmed(tmp_path_factory):
         )
         return name, result, time.monotonic() - start
 
-    sandbox.check_supported()
+    runner.check_supported()
     threads = threading.active_count()
     with ThreadPoolExecutor(4) as pool:
         results = [

@@ -16,11 +16,12 @@ from in_memory import ALONE, memory_rows
 from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.prompts import Prompts, open_prompts
+from minirl.engine.loop import Completion
 from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, first_call
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.conversation import Completion, Conversation, Prompt
+from minirl.rollout.conversation import Conversation, Prompt
 from minirl.rollout.groups import Group
 from minirl.rollout.saved import write_group
 from minirl.train.evaluation import breakdown

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from minirl.sandbox import Limits, passes
+from minirl.sandbox.runner import Limits, passes
 from programs import ROOT
 
 SQUARES = "for x in range(5):\n    assert f(x) == x * x, x"

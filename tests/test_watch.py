@@ -12,12 +12,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minirl.base import log
 from minirl.base.errors import UserError
+from minirl.config.named import check_installed
 from minirl.config.shared import LogConfig
 from minirl.rollout import records, show
-from minirl.run import report, results, trackers
-from minirl.run.trackers import check_installed, open_trackers
+from minirl.run import log, report, results, trackers
+from minirl.run.trackers import open_trackers
 from minirl.supervise import watch
 from nodes import Job, Node
 from programs import QUICKSTART, ROOT, alone, fork

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from minirl.data.vision_base import Vision
 from minirl.parallel import context as cp
-from minirl.parallel.mesh import Context
 from minirl.types.blocks import Block, Padded, Rectangle, RowIndex
-from minirl.types.packed import Trajectory
+from minirl.types.packed import Context, Trajectory
 
 # A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).

@@ -15,10 +15,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from minirl.base.errors import UserError
-from minirl.batch.packing import prompt_length, shared_part
-from minirl.data.images import ImageSpan
+from minirl.batch.packing import shared_part
 from minirl.parallel.mesh import Mesh
-from minirl.types.packed import Trajectory
+from minirl.types.images import ImageSpan
+from minirl.types.packed import Trajectory, prompt_length
 
 Number = TypeVar("Number", int, np.ndarray)
 NO_ROUTES = np.empty((0, 0, 0), np.uint8)

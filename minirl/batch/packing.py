@@ -9,14 +9,9 @@ from minirl.batch import routes
 from minirl.batch.attention_plan import Layout, Sequence, build, on_device
 from minirl.batch.recurrence import build_recurrence
 from minirl.parallel import context as cp
-from minirl.types.packed import Packed, Trajectory
+from minirl.types.packed import Packed, Trajectory, prompt_length
 
 _PLAIN_LAYOUT = Layout()
-
-
-def prompt_length(t: Trajectory) -> int:
-    """Return the tokens before the first sampled one; 1 if none is, so that nothing is shared."""
-    return max(1, int(t.sampled.argmax()))
 
 
 def shared_part(t: Trajectory) -> bytes:

@@ -7,8 +7,8 @@ import torch
 
 from minirl.batch.attention_plan import Layout, Sequence, on_device
 from minirl.parallel import context as cp
-from minirl.parallel.mesh import Context
 from minirl.types.blocks import CHUNK, Chunks, Recurrence, Span
+from minirl.types.packed import Context
 
 
 def build_recurrence(

@@ -7,6 +7,7 @@ asks here first, too, so that each mistake has one message wherever it is found.
 import os
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from minirl.base.errors import require
@@ -15,6 +16,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import (
     EvaluateConfig,
     ExportConfig,
+    LogConfig,
     MergeConfig,
     RowsConfig,
     SamplingConfig,
@@ -177,4 +179,14 @@ def _check_function(name: str, setting: str, registered: tuple[str, ...] = ()) -
             name in registered,
             f"{setting} = {name!r} is neither registered ({', '.join(registered)}) nor of the form "
             "file.py:function",
+        )
+
+
+def check_installed(cfg: LogConfig) -> None:
+    """Refuse a tracker whose package is missing, before anything is loaded. Raises UserError."""
+    for name, project in (("wandb", cfg.wandb), ("trackio", cfg.trackio)):
+        require(
+            not project or find_spec(name) is not None,
+            f"log.{name} = {project} needs the package {name}, which is not installed; "
+            f"`pip install {name}`, or leave log.{name} empty",
         )

@@ -11,6 +11,7 @@ from minirl.base.errors import require
 from minirl.config.adapters import validate_lora
 from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
 from minirl.config.lengths import eval_extra_tokens, validate_length, validate_schedule
+from minirl.config.named import check_installed
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, TrainingConfig
@@ -21,7 +22,6 @@ from minirl.config.supervised import (
     PairsConfig,
     SupervisedConfig,
 )
-from minirl.run.trackers import check_installed
 
 COLDEST = 0.01  # Temperature, of vLLM.
 

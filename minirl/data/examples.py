@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images, turns
-from minirl.data.images import ImageSpan
 from minirl.data.messages import fault_of, is_messages, is_prompt, why_no_messages
 from minirl.data.order import make_order
 from minirl.data.rows import (
@@ -27,6 +26,7 @@ from minirl.data.rows import (
 from minirl.data.vision_base import Vision
 from minirl.parallel.machines import errors_of_all, raise_first
 from minirl.parallel.mesh import Mesh
+from minirl.types.images import ImageSpan
 from minirl.types.packed import Trajectory
 
 

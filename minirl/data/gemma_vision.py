@@ -11,15 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from minirl.base.errors import require
-from minirl.data.images import BadImage, ImageSpan, blank, rgb
-from minirl.data.vision_base import (
-    Expanded,
-    ImageBatch,
-    Rows,
-    Vision,
-    number_features,
-    number_images,
-)
+from minirl.data.images import BadImage, blank, rgb
+from minirl.data.vision_base import Expanded, Rows, Vision, number_features, number_images
+from minirl.types.images import ImageBatch, ImageSpan
 
 
 class GemmaVision(Vision):

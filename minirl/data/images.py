@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image
 
@@ -36,14 +35,6 @@ _UNREADABLE = (
     Image.DecompressionBombError,
 )  # as Pillow's readers raise for files that are damaged
 MAX_FILE_BYTES = 64 * 2**20
-
-
-class ImageSpan(NamedTuple):
-    """An image among the tokens of a sequence."""
-
-    start: int  # Number of its first token in the sequence.
-    num_tokens: int
-    url: str  # A data URL: the image itself.
 
 
 class BadImage(UserError):

@@ -7,13 +7,12 @@ from functools import partial
 import numpy as np
 
 from minirl.base.errors import UserError, require
-from minirl.batch.packing import prompt_length
 from minirl.config.supervised import LabelledConfig
 from minirl.data.examples import Chats, Encoded, to_chat
 from minirl.data.pairs import other_answer
 from minirl.data.rows import Place, Rows, open_rows
 from minirl.parallel.mesh import Mesh
-from minirl.types.packed import Trajectory
+from minirl.types.packed import Trajectory, prompt_length
 
 MATCHED = 0  # Episode of a row's own answer,
 MISMATCHED = 1  # and of another row's answer behind this row's prompt.

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
 
 from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
-from minirl.data.images import BadImage, ImageSpan, blank, rgb
+from minirl.data.images import BadImage, blank, rgb
 from minirl.data.vision_base import (
     Expanded,
-    ImageBatch,
     Rows,
     Vision,
     length_of,
     number_features,
     number_images,
 )
+from minirl.types.images import ImageBatch, ImageSpan
 
 
 class QwenVision(Vision):

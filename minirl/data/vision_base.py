@@ -2,40 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoImageProcessor
 
 from minirl.base.errors import require
-from minirl.data.images import BadImage, ImageSpan
+from minirl.data.images import BadImage
+from minirl.types.images import ImageBatch, ImageSpan
 
 # Which rows a sequence has here: the images of its trajectory, and int64 [rows], which of the
 # trajectory's tokens they are.
 Rows = tuple[Sequence[ImageSpan], np.ndarray]
-
-
-@dataclass(kw_only=True)
-class ImageBatch:
-    """The images of a micro-batch, each once, and the rows that they are in."""
-
-    # float32 [P, D], the patches of all images end to end; or [I, 3, H, W]; or of Gemma 4
-    # [I, P, D], where images with fewer patches are padded.
-    pixels: Tensor
-    # The N rows whose input token is a part of an image, and for each the row of the vision tower's
-    # output that stands in its place.
-    rows: Tensor  # int64 [N]
-    features: Tensor  # int64 [N]
-    # Of Qwen's: int64 [I, 3], how many patches an image has in time, height and width; and
-    # int64 [3, T], the rotary positions of every row in these.
-    grids: Tensor | None = None
-    positions: Tensor | None = None
-    # Of Gemma 4's: int64 [I, P, 2], the column and the row of each patch; -1: it is padding.
-    places: Tensor | None = None
 
 
 class Expanded(NamedTuple):

@@ -8,14 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from minirl.data import harmony
 from minirl.endpoint.protocol import CompletionRequest, JSONObject
 from minirl.endpoint.tool_calls import ToolCall, ToolReader
-from minirl.engine.loop import Request
-from minirl.rollout.conversation import (
-    Completion,
-    Prompt,
-    decode,
-    decode_after,
-    speaks_harmony,
-)
+from minirl.engine.loop import Completion, Request
+from minirl.rollout.conversation import Prompt, decode, decode_after, speaks_harmony
 
 
 @dataclass

@@ -20,8 +20,8 @@ from minirl.endpoint.protocol import (
     messages_since_prompt,
 )
 from minirl.engine.engine import Sampling
-from minirl.engine.loop import EngineLoop, Request
-from minirl.rollout.conversation import Completion, Conversation, Prompt
+from minirl.engine.loop import Completion, EngineLoop, Request
+from minirl.rollout.conversation import Conversation, Prompt
 from minirl.rollout.episode import sample_seed
 
 MODEL = "policy"

@@ -15,14 +15,35 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from minirl.batch.routes import extended
-from minirl.data.images import ImageSpan
 from minirl.data.vision_base import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
-from minirl.rollout.conversation import Completion
 from minirl.supervise.limits import Limit
 from minirl.supervise.watch import Watch
+from minirl.types.images import ImageSpan
+
+
+@dataclass
+class Completion:
+    """What the engine sampled for one request. The lists are parallel."""
+
+    tokens: list[int] = field(default_factory=list)
+    # Of each token, under the distribution that it was drawn from (temperature applied).
+    logprobs: list[float] = field(default_factory=list)
+    # True: a stop token ended it, which is the last token. False: the length ran out.
+    stopped: bool = False
+    # Of each token: the optimizer steps that the weights had seen which drew it.
+    versions: list[int] = field(default_factory=list)
+    # Of each token: whether a mask of guided decoding took probability from others, which puts it
+    # outside the loss. Empty: nothing was guided.
+    guided: list[bool] = field(default_factory=list)
+    # Of the prompt and the completion together, as batch/routes.py says. None: not recorded.
+    routes: np.ndarray | None = None
+    # Of each token: the likeliest tokens in its place with their log-probs. Empty: not asked for.
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

@@ -28,10 +28,10 @@ from functools import cache, partial
 import bm25s
 import numpy as np
 
-from minirl import sandbox
 from minirl.base.errors import UserError
 from minirl.data.sources import open_source
 from minirl.envs.base import Env, Observation, Result, State
+from minirl.sandbox import runner
 
 
 class Tools(Env):
@@ -66,7 +66,7 @@ class Tools(Env):
         if min(output, seconds, memory_mb, passages) <= 0:
             raise ValueError("output, seconds, memory_mb and passages must be above 0")
         # The sandbox counts bytes, of which a character has at most 4.
-        limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb, output=4 * output)
+        limits = runner.Limits(seconds=seconds, memory_mb=memory_mb, output=4 * output)
         self.tools: dict[str, Callable[[str], str]] = {
             "python": partial(python, limits=limits),
             "search": partial(search, corpus=corpus, passages=passages),
@@ -80,7 +80,7 @@ class Tools(Env):
                 "commas between them"
             )
         if "python" in chosen:
-            sandbox.check_supported()
+            runner.check_supported()
         if "search" in chosen:
             open_corpus(corpus)
         self.output = output
@@ -105,9 +105,9 @@ class Tools(Env):
         return Result(observation=reply)
 
 
-def python(program: str, limits: sandbox.Limits) -> str:
+def python(program: str, limits: runner.Limits) -> str:
     """Return what a program prints, and how it ended if not well."""
-    result = sandbox.run(program, limits)
+    result = runner.run(program, limits)
     output = result.output.strip()
     if result.status == "ok":
         return output or "(no output)"

@@ -18,9 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minirl.model import flash, kernels, ring_package
 from minirl.parallel.context import RingTransfer, gather_keys
-from minirl.parallel.mesh import Context
 from minirl.types.blocks import Block, Options
-from minirl.types.packed import Packed
+from minirl.types.packed import Context, Packed
 
 NAME = "minirl"
 # Of a model and its parts; the patches of an image see each other.

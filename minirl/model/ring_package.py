@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.parallel.mesh import Context
 from minirl.types.blocks import Block
+from minirl.types.packed import Context
 
 
 @functools.cache

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from minirl.parallel.mesh import Context
 from minirl.parallel.redistribute import move
+from minirl.types.packed import Context
 
 
 def padded(num_rows: int, context: Context | None) -> int:

@@ -22,6 +22,7 @@ from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.supervise.launch import open_attempt_store
 from minirl.supervise.watch import Watch
+from minirl.types.packed import Context
 
 try:
     all_gather_single = dist.all_gather_single
@@ -39,17 +40,6 @@ GATHERED_BYTES = 2**24  # Of all ranks together, that `gather_array` moves at on
 # Options of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
-
-
-@dataclass(frozen=True)
-class Context:
-    """The ranks that hold parts of the same sequences, for context parallelism."""
-
-    group: ProcessGroup
-    rank: int
-    size: int
-    # Keys travel from rank to rank; False: every rank gathers them all, layer by layer.
-    ring: bool = False
 
 
 @dataclass(frozen=True)

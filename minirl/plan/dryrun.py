@@ -35,9 +35,9 @@ from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
-from minirl.data.images import ImageSpan, to_url
+from minirl.data.images import to_url
 from minirl.data.vision import QwenVision
-from minirl.data.vision_base import ImageBatch, Vision
+from minirl.data.vision_base import Vision
 from minirl.model import build, fused, loading
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp
@@ -52,6 +52,7 @@ from minirl.plan.pretend import pretend_cuda
 from minirl.refit.refit import Refit
 from minirl.refit.shards import one_of_each_layout
 from minirl.train.policy import Minibatch, Policy
+from minirl.types.images import ImageBatch, ImageSpan
 from minirl.types.packed import Trajectory
 
 DEVICE = torch.device("cuda", 0)

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from minirl import sandbox
 from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
 from minirl.config.lookup import find_function
@@ -42,6 +41,7 @@ from minirl.rewards import (
 from minirl.rewards.by_name import foreign_prefix
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.mistakes import CURE, needs_main_thread
+from minirl.sandbox import runner
 from minirl.supervise.watch import Watch
 
 # What makes a reward function of the text behind a prefix; imported when it is needed.
@@ -81,7 +81,7 @@ class Rewards:
         """Refuse a function that cannot work on this machine. Raises UserError."""
         for _, _, name in self.weighted:
             if name == "python_tests":
-                sandbox.check_supported()
+                runner.check_supported()
             elif name in graders.GRADERS:
                 graders.pool(name)  # started before anything is generated
 
@@ -402,7 +402,7 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     """
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
     program = blocks[-1] if blocks else completion
-    passed = sandbox.passes(program, row["tests"], sandbox.Limits(seconds=10.0))
+    passed = runner.passes(program, row["tests"], runner.Limits(seconds=10.0))
     return float(passed)
 
 

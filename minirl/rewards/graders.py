@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import minirl
-from minirl import sandbox
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
+from minirl.sandbox import runner
 from minirl.sandbox.inside import frames, grading
 from minirl.sandbox.inside.grading import GRADERS
 
@@ -78,7 +78,7 @@ class Template:
             "package": package,
             "control": inner.fileno(),
             "parent": os.getpid(),
-            "readable": [*sandbox.READABLE, *_folder_of(package)],
+            "readable": [*runner.READABLE, *_folder_of(package)],
             "seconds": limits.seconds,
             "memory": limits.memory_mb * 2**20,
         }

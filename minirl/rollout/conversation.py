@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError
 from minirl.batch.routes import extended
 from minirl.data import chat, harmony, images
-from minirl.data.images import ImageSpan
 from minirl.data.vision_base import Vision
+from minirl.engine.loop import Completion
+from minirl.types.images import ImageSpan
 from minirl.types.packed import Trajectory
 
 # Of a trajectory's arrays.
@@ -35,26 +36,6 @@ _DTYPES = {
     "turn_rewards": np.float32,
     "versions": np.int32,
 }
-
-
-@dataclass
-class Completion:
-    """What the engine sampled for one request. The lists are parallel."""
-
-    tokens: list[int] = field(default_factory=list)
-    # Of each token, under the distribution that it was drawn from (temperature applied).
-    logprobs: list[float] = field(default_factory=list)
-    # True: a stop token ended it, which is the last token. False: the length ran out.
-    stopped: bool = False
-    # Of each token: the optimizer steps that the weights had seen which drew it.
-    versions: list[int] = field(default_factory=list)
-    # Of each token: whether a mask of guided decoding took probability from others, which puts it
-    # outside the loss. Empty: nothing was guided.
-    guided: list[bool] = field(default_factory=list)
-    # Of the prompt and the completion together, as batch/routes.py says. None: not recorded.
-    routes: np.ndarray | None = None
-    # Of each token: the likeliest tokens in its place with their log-probs. Empty: not asked for.
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class Prompt(NamedTuple):

@@ -30,10 +30,10 @@ from minirl.base.errors import UserError, require
 from minirl.base.files import write_whole
 from minirl.base.reading import parse_json, read_text
 from minirl.batch import routes
-from minirl.data.images import ImageSpan
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
 from minirl.rollout.conversation import to_arrays
+from minirl.types.images import ImageSpan
 from minirl.types.packed import Trajectory
 
 

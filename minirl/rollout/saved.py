@@ -20,15 +20,15 @@ import numpy as np
 
 from minirl.base.errors import UserError
 from minirl.batch import routes
-from minirl.data.images import ImageSpan
 from minirl.engine.engine import Sampling
-from minirl.engine.loop import Request
+from minirl.engine.loop import Completion, Request
 from minirl.envs.base import Agent
-from minirl.rollout.conversation import Completion, Segment
+from minirl.rollout.conversation import Segment
 from minirl.rollout.episode import Episode
 from minirl.rollout.groups import Group
 from minirl.rollout.plain import NotPlain, PlainReader, PlainWriter
 from minirl.rollout.records import from_record, to_record
+from minirl.types.images import ImageSpan
 from minirl.types.packed import UNSET
 
 # What a line raises that is of another version, or that somebody has written by hand.

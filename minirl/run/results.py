@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minirl.base.files import write_whole
-from minirl.base.log import truncate
 from minirl.run import report
+from minirl.run.log import truncate
 
 RUNNING = "running"
 FINISHED = "finished"

@@ -15,7 +15,6 @@ import numpy as np
 
 from minirl.algo import losses
 from minirl.base.errors import require
-from minirl.base.log import Log
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
@@ -39,6 +38,7 @@ from minirl.run.inputs import (
     find_other_model,
     make_scratch,
 )
+from minirl.run.log import Log
 from minirl.run.row_checks import load_splits, marks_for_template, require_shown
 from minirl.run.throughput import count_work
 from minirl.run.trainer import Program, TrainingRun

@@ -8,12 +8,12 @@ keeps its database in `TRACKIO_DIR`).
 import abc
 import json
 import secrets
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import UserError
 from minirl.base.files import write_whole
+from minirl.config.named import check_installed
 from minirl.config.shared import LogConfig
 
 
@@ -31,16 +31,6 @@ class Tracker(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Send what is left, and end."""
-
-
-def check_installed(cfg: LogConfig) -> None:
-    """Refuse a tracker whose package is missing, before anything is loaded. Raises UserError."""
-    for name, project in (("wandb", cfg.wandb), ("trackio", cfg.trackio)):
-        require(
-            not project or find_spec(name) is not None,
-            f"log.{name} = {project} needs the package {name}, which is not installed; "
-            f"`pip install {name}`, or leave log.{name} empty",
-        )
 
 
 def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> list[Tracker]:

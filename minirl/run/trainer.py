@@ -17,7 +17,7 @@ from torch import Tensor
 from minirl import checkpoint
 from minirl.base.errors import require
 from minirl.base.files import remove, write_whole
-from minirl.base.log import Log, Timer, say, truncate
+from minirl.base.log import Timer, say
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.exporting import export_adapter
 from minirl.checkpoint.state import LOWER_IS_BETTER
@@ -32,6 +32,7 @@ from minirl.plan.workload import Workload
 from minirl.rollout import records
 from minirl.run import report, results, throughput
 from minirl.run.inputs import choose_dtype
+from minirl.run.log import Log, truncate
 from minirl.run.progress import Progress
 from minirl.run.throughput import Utilisation, Work
 from minirl.run.trackers import open_trackers

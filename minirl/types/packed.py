@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
-    from minirl.data.images import ImageSpan
-    from minirl.data.vision_base import ImageBatch
-    from minirl.parallel.mesh import Context
     from minirl.types.blocks import Block, Recurrence
+    from minirl.types.images import ImageBatch, ImageSpan
 
 UNSET: Any = None  # The value of a field that a later stage of the step fills in.
 
@@ -67,6 +66,22 @@ class Trajectory:
     # Number of sampled tokens in all trajectories of the group, on all ranks. `exchange` sets it.
     group_tokens: int = 0
     info: dict[str, Any] = field(default_factory=dict)  # For logs. Stays on the sampling rank.
+
+
+def prompt_length(t: Trajectory) -> int:
+    """Return the tokens before the first sampled one; 1 if none is, so that nothing is shared."""
+    return max(1, int(t.sampled.argmax()))
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that hold parts of the same sequences, for context parallelism."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+    # Keys travel from rank to rank; False: every rank gathers them all, layer by layer.
+    ring: bool = False
 
 
 @dataclass(kw_only=True)

@@ -26,10 +26,9 @@ from minirl.model.hybrid.delta_rule import (
     in_heads,
     with_zeros,
 )
-from minirl.parallel.mesh import Context
 from minirl.parallel.redistribute import AllToAll, own_parts
 from minirl.types.blocks import Recurrence
-from minirl.types.packed import Packed
+from minirl.types.packed import Context, Packed
 
 
 def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:
