@@ -25,6 +25,7 @@ from minirl.data import chat
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.vision import read_vision, sampling_stops
+from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
@@ -83,7 +84,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         guides=isinstance(example, Agent),
     )
     _check_finite(engine, folder, mesh)
-    sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
+    sampler = Sampler(engine, env_maker, rewards, prompts, cfg, open_endpoint)
     stop_ids = chat.stop_token_ids(tokenizer, folder)
     reward_model = None
     if scorer:

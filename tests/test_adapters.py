@@ -29,6 +29,7 @@ from minirl.config.shared import (
 from minirl.data import chat
 from minirl.data.prompts import Prompts
 from minirl.data.sources import open_source
+from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Raw, Session, State
 from minirl.envs.registry import make_env
@@ -405,7 +406,12 @@ def rollout_program(mesh, folder, names, reward):
             env=EnvConfig(name=name, max_turns=3, max_tokens=100, on_error="raise"),
         )
         sampler = Sampler(
-            engine, make_env(name), make_rewards(RewardConfig(function=reward)), prompts, cfg
+            engine,
+            make_env(name),
+            make_rewards(RewardConfig(function=reward)),
+            prompts,
+            cfg,
+            open_endpoint,
         )
         with engine.awake(
             Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True),

@@ -15,6 +15,7 @@ import tiny
 from harness import ranks
 from in_memory import ALONE
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
 from minirl.config.policy import PolicyConfig
@@ -377,7 +378,7 @@ class Answers:
     def __init__(self):
         self.engine = SimpleNamespace(cfg=SimpleNamespace(max_model_len=60))
         self.at_work = contextlib.nullcontext
-        self.watch = Watch()
+        self.watch = Oversight()
         self.version = 0
 
     async def generate_for_episode(self, request):

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
 from minirl.data.turns import encode_chat
@@ -27,7 +28,6 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rollout import records, show
 from minirl.rollout.conversation import Conversation, Segment
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
-from minirl.supervise.watch import Watch
 
 # --------------------------------------------------------------------------------------------------
 # templates
@@ -319,7 +319,7 @@ class Play(Env):
             SimpleNamespace(cfg=SimpleNamespace(max_model_len=10**6)),
             contextlib.nullcontext,
         )
-        self.watch = Watch()
+        self.watch = Oversight()
         runner = EpisodeRunner(
             self,
             None,

@@ -20,6 +20,7 @@ from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateCo
 from minirl.data import chat, images
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision, sampling_stops
+from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.refit.refit import Refit
@@ -349,6 +350,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
         Rewards((0.01, lambda prompt, completion, row: len(completion), "length")),
         prompts,
         cfg,
+        open_endpoint,
     )
     sampling = Sampling(
         max_tokens=cfg.rollout.max_tokens,

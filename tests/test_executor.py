@@ -21,6 +21,7 @@ from minirl.config.shared import (
 )
 from minirl.data import chat
 from minirl.data.prompts import Prompts
+from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import PolicyInfo, State
 from minirl.envs.openrlhf import OpenRLHF
@@ -173,7 +174,7 @@ def roll_out(mesh, folder, name, reward):
         env=EnvConfig(name=name, max_turns=4, max_tokens=100, on_error="raise"),
     )
     rewards = make_rewards(RewardConfig(function=reward))
-    sampler = Sampler(engine, make_env(name), rewards, prompts, cfg)
+    sampler = Sampler(engine, make_env(name), rewards, prompts, cfg, open_endpoint)
     refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True)
     found = []
     for _ in range(2):

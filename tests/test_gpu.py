@@ -25,6 +25,7 @@ from minirl.batch.attention_plan import Layout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
+from minirl.endpoint import open_endpoint
 from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
 from minirl.model import build, flash, flash_package, fused, kernels
@@ -288,6 +289,7 @@ def refit_and_sample(mesh, folder):
         make_rewards(RewardConfig(function="exact")),
         prompts,
         EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)),
+        open_endpoint,
     )
     stop = tuple(chat.stop_token_ids(tokenizer, folder))
     differences = []

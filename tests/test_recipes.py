@@ -21,6 +21,7 @@ from harness import ranks, two_at_once
 from minirl import checkpoint, dpo, kto, rl, rm
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
+from minirl.base.oversight import Oversight
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
@@ -42,7 +43,6 @@ from minirl.rollout.tickets import pull
 from minirl.run import generation
 from minirl.run.inputs import find_other_model
 from minirl.run.supervised import SupervisedTrainer
-from minirl.supervise.watch import Watch
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 from programs import ROOT
@@ -691,7 +691,7 @@ class Recorded(Sampler):
         self.training = GroupScheduler(self.runner)
         self.begun, self.waiting, self.prompts = {}, [], None
         self.is_interrupted = False
-        self.watch = Watch()  # Of the mesh, which hears no signal.
+        self.watch = Oversight()  # Of the mesh, which hears no signal.
         self.engine = SimpleNamespace(timer=Timer(torch.device("cpu")))
         self.engine_loop = EngineLoop(self.engine, repeatable=True)
 

@@ -34,6 +34,7 @@ from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import attach
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision
+from minirl.endpoint import open_endpoint
 from minirl.engine import failures, patches
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.num_seqs import resolve_num_seqs
@@ -247,7 +248,12 @@ def make_sampler(engine, prompts, tickets, **env):
         env=EnvConfig(**{"max_tokens": 1000, **env}),
     )
     return Sampler(
-        engine, make_env(cfg.env.name), make_rewards(RewardConfig(function="exact")), prompts, cfg
+        engine,
+        make_env(cfg.env.name),
+        make_rewards(RewardConfig(function="exact")),
+        prompts,
+        cfg,
+        open_endpoint,
     )
 
 

@@ -298,7 +298,7 @@ TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
 )
 def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, completion, reward):
     monkeypatch.setattr(
-        sandbox, "Limits", lambda seconds: Limits(seconds=1.0 if "while" in completion else 20.0)
+        runner, "Limits", lambda seconds: Limits(seconds=1.0 if "while" in completion else 20.0)
     )
     assert functions.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from minirl.base.oversight import Oversight
 from minirl.batch.routes import extended
 from minirl.data.vision_base import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
-from minirl.supervise.limits import Limit
-from minirl.supervise.watch import Watch
 from minirl.types.images import ImageSpan
 
 
@@ -93,7 +92,7 @@ class EngineLoop:
         engine: RolloutEngine,
         *,
         repeatable: bool,
-        watch: Watch | None = None,
+        watch: Oversight | None = None,
         step_seconds: float = math.inf,
         turn_seconds: float = math.inf,
     ):
@@ -109,10 +108,10 @@ class EngineLoop:
         """
         self.engine = engine
         self.repeatable = repeatable
-        self.watch = watch or Watch()
+        self.watch = watch or Oversight()
         self.step_seconds = step_seconds
         self.turn_seconds = turn_seconds
-        self._turn_limit: Limit | None = None  # While the loop runs.
+        self._turn_limit: Any = None  # While the loop runs.
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self.active_episodes = 0

@@ -18,10 +18,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minirl.base.errors import require
+from minirl.base.oversight import Oversight
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.validate import validate_parallel
-from minirl.supervise.launch import open_attempt_store
-from minirl.supervise.watch import Watch
 from minirl.types.packed import Context
 
 try:
@@ -62,7 +61,7 @@ class World:
     # A gloo twin of the world for numpy arrays and counters, which then never pass the accelerator.
     host_group: ProcessGroup
     store: dist.Store
-    watch: Watch = field(default_factory=Watch)  # Of this process.
+    watch: Oversight = field(default_factory=Oversight)  # Of this process.
 
     def sums(self, values: Tensor) -> Tensor:
         """Add a CPU tensor over all ranks, in place, and return it."""
@@ -252,14 +251,19 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
     return arrange(world, parallel, timedelta(minutes=timeout_minutes))
 
 
-def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> World:
+def open_world(
+    timeout_minutes: float = 30.0,
+    watch: Oversight | None = None,
+    store: dist.Store | None = None,
+) -> World:
     """Join the ranks that torchrun started; without torchrun, be a world of one.
 
     CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
 
     Args:
         timeout_minutes: how long a collective may wait for the other ranks.
-        watch: of this process, which then hears from the other ranks; None: one that is deaf.
+        watch: of this process; None: nobody watches.
+        store: of these ranks; None: the one that torchrun names in the environment.
     """
     if "RANK" not in os.environ:
         os.environ.update(
@@ -286,7 +290,6 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
         # Share the cores among the ranks of this machine.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node()))
         backend = "gloo"
-    store = open_attempt_store(timeout)
     if store is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -297,10 +300,7 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
         )
-    world = make_world(device, timeout, watch)
-    if watch:
-        watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
-    return world
+    return make_world(device, timeout, watch)
 
 
 def check_gpus() -> None:
@@ -336,7 +336,7 @@ def ranks_of_node() -> int:
 
 
 def make_world(
-    device: torch.device, timeout: timedelta | None = None, watch: Watch | None = None
+    device: torch.device, timeout: timedelta | None = None, watch: Oversight | None = None
 ) -> World:
     """Return the world of an initialised default process group. Collective."""
     if device.type == "cuda":
@@ -349,7 +349,7 @@ def make_world(
         device=device,
         host_group=host_group,
         store=dist.distributed_c10d._get_default_store(),
-        watch=watch or Watch(),
+        watch=watch or Oversight(),
     )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
+from minirl.base.oversight import Oversight
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.rewards import (
@@ -42,7 +43,6 @@ from minirl.rewards.by_name import foreign_prefix
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.mistakes import CURE, needs_main_thread
 from minirl.sandbox import runner
-from minirl.supervise.watch import Watch
 
 # What makes a reward function of the text behind a prefix; imported when it is needed.
 ADAPTERS = {
@@ -61,7 +61,7 @@ class Rewards:
         self,
         *weighted: tuple[float, RewardFunction | AdaptedReward, str],
         seconds: float = math.inf,
-        watch: Watch | None = None,
+        watch: Oversight | None = None,
     ):
         """Take the functions.
 
@@ -74,7 +74,7 @@ class Rewards:
         self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
         self._stop_reports = graders.StopReports()
         self.seconds = seconds
-        self.watch = watch or Watch()
+        self.watch = watch or Oversight()
         self.state = TrainerState()  # The run keeps it up to date, for functions of TRL.
 
     def check_supported(self) -> None:
@@ -305,7 +305,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
 
 
-def make_rewards(cfg: RewardConfig, watch: Watch | None = None) -> Rewards:
+def make_rewards(cfg: RewardConfig, watch: Oversight | None = None) -> Rewards:
     """Return the sum that `reward.function` and `reward.weights` describe.
 
     Args:

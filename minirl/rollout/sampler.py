@@ -12,12 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EvaluateConfig
+from minirl.config.shared import EndpointConfig, EvaluateConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
@@ -37,6 +38,9 @@ from minirl.rollout.saved import (
 from minirl.rollout.tickets import deal, pull
 from minirl.rollout.time_limits import make_in_time
 from minirl.types.packed import Trajectory
+
+# Opens an endpoint (minirl/endpoint) of a loop, for prompts of these templates.
+OpenEndpoint = Callable[[EngineLoop, Prompts, EndpointConfig], Any]
 
 REQUEST = -1  # In place of a ticket: a signal has asked this rank to save and leave.
 
@@ -59,6 +63,7 @@ class Sampler:
         rewards: Rewards,
         prompts: Prompts,
         cfg: RLConfig | EvaluateConfig,
+        open_endpoint: OpenEndpoint,
     ):
         """Make the loop, and the endpoint if the environment is an agent.
 
@@ -68,6 +73,7 @@ class Sampler:
             rewards: score episodes that have ended.
             prompts: those of training.
             cfg: of the program.
+            open_endpoint: for agents, which ask the engine over HTTP.
         """
         self.engine = engine
         self.mesh = engine.mesh
@@ -87,9 +93,7 @@ class Sampler:
         self.is_interrupted = False  # The rollout of this training step, by a signal, on any rank.
         example = make_in_time(make_env, cfg.env, self.mesh.watch)
         if engine.is_leader and isinstance(example, Agent):
-            from minirl.endpoint.server import Endpoint  # Slow to import; only agents need it.
-
-            self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
+            self.endpoint = open_endpoint(self.engine_loop, prompts, cfg.endpoint)
         first_call = example.run if isinstance(example, Agent) else example.reset
         self.runner = EpisodeRunner(
             self.engine_loop,

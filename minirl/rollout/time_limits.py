@@ -3,20 +3,20 @@
 import contextlib
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 from torch import Tensor
 
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EnvConfig, EvaluateConfig, TrainingConfig
 from minirl.envs.base import Env
-from minirl.supervise.limits import Limit
-from minirl.supervise.watch import Watch
 
 
 def limited_imports(
-    cfg: RLConfig | EvaluateConfig, watch: Watch
-) -> contextlib.AbstractContextManager[Limit]:
+    cfg: RLConfig | EvaluateConfig, watch: Oversight
+) -> contextlib.AbstractContextManager[Any]:
     """End the run if what the config names is not imported within timeout_minutes."""
 
     def describe() -> str:
@@ -34,8 +34,8 @@ def limited_imports(
 
 
 def limited_template(
-    cfg: TrainingConfig | EvaluateConfig, where: str, watch: Watch
-) -> contextlib.AbstractContextManager[Limit]:
+    cfg: TrainingConfig | EvaluateConfig, where: str, watch: Oversight
+) -> contextlib.AbstractContextManager[Any]:
     """End the run if a model's tokenizer and chat template take longer than timeout_minutes.
 
     A template is a program, which may have no end.
@@ -56,7 +56,9 @@ def limited_template(
     return watch.limit(60 * cfg.timeout_minutes, describe)
 
 
-def in_time(estimator: Callable[..., Tensor], cfg: RLConfig, watch: Watch) -> Callable[..., Tensor]:
+def in_time(
+    estimator: Callable[..., Tensor], cfg: RLConfig, watch: Oversight
+) -> Callable[..., Tensor]:
     """Return an estimator of advantages that ends the run if a call exceeds timeout_minutes."""
 
     def describe() -> str:
@@ -73,7 +75,7 @@ def in_time(estimator: Callable[..., Tensor], cfg: RLConfig, watch: Watch) -> Ca
     return limited
 
 
-def make_in_time(make_env: Callable[[], Env], cfg: EnvConfig, watch: Watch) -> Env:
+def make_in_time(make_env: Callable[[], Env], cfg: EnvConfig, watch: Oversight) -> Env:
     """Make an environment. It ends the run if that takes longer than env.timeout_seconds.
 
     Raises:

@@ -8,6 +8,7 @@ from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.rl import RLConfig
 from minirl.data.vision import sampling_stops
+from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent
 from minirl.refit.refit import Refit
@@ -65,7 +66,9 @@ class Generation:
         self.state.is_world_process_zero = policy.mesh.rank == 0
         num_prompts = len(inputs.prompts.rows)
         self.state.num_train_epochs = cfg.num_steps * cfg.rollout.prompts_per_step / num_prompts
-        self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg)
+        self.sampler = Sampler(
+            self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg, open_endpoint
+        )
         self.sampling = Sampling(
             max_tokens=cfg.rollout.max_tokens,
             stop_token_ids=sampling_stops(inputs.stop_ids, inputs.prompts.vision),

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.base.files import partial_of, publish_folder, remove, sync_files
 from minirl.base.log import say
+from minirl.base.oversight import Oversight
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import finished
@@ -47,7 +48,6 @@ from minirl.rollout import records
 from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
 from minirl.run import user_algorithms
 from minirl.run.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
-from minirl.supervise.watch import Watch
 from minirl.train.schedule import num_rl_steps, num_tickets
 
 
@@ -294,7 +294,7 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
 def find_model(
     cfg: RLConfig | SupervisedConfig,
     max_len: int,
-    watch: Watch,
+    watch: Oversight,
     *,
     engine_on: str = "cpu",
     chats: bool = True,

@@ -25,7 +25,7 @@ from minirl.config.shared import TrainingConfig
 from minirl.parallel.machines import check_same, errors_of_machines
 from minirl.parallel.mesh import Mesh, arrange, check_gpus, open_world
 from minirl.supervise.faults import explain
-from minirl.supervise.launch import end_with_agent
+from minirl.supervise.launch import end_with_agent, open_attempt_store
 from minirl.supervise.watch import Watch, leave
 
 JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that says it.
@@ -57,7 +57,9 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
             say(warning)
         with no_collections():
             called: Program = resolve_name(program) if isinstance(program, str) else program
-        world = open_world(minutes, watch)
+        store = open_attempt_store(timedelta(minutes=minutes))
+        world = open_world(minutes, watch, store)
+        watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
         with errors_of_machines(world):
             if mistake:
                 raise mistake

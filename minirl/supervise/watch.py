@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.base.log import printable, restore_streams, say
+from minirl.base.oversight import Oversight
 from minirl.supervise import agent, guard
 from minirl.supervise.limits import Limit, Limits
 from minirl.supervise.peers import Peer, is_alive, runs, stat_of
@@ -58,28 +59,16 @@ ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
 LEFT = "minirl/left"  # Counts the ranks that have left before that.
 
 
-class Watch:
+class Watch(Oversight):
     """The watch of a rank; it hears nothing before `listen`.
 
     Attributes:
-        requested: a signal to this rank, or to another that has told it, asks to save and leave.
-        can_save: the program will look at `requested`. Before that, a signal ends it at once.
         goes_on: a program that ends at once can be started again with --resume.
-        phase: returns what the main thread is at.
-        unmapped_bytes: returns what torch counts of a device's memory and a sleeping engine has
-            given back.
-        finish_writing: waits a while for what is written beside training, before a limit ends it.
-        record_end: notes in the folder of the run how it ends: state, reason. On one rank.
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        self.can_save = False
+        super().__init__()
         self.goes_on = False
-        self.phase: Callable[[], str] = lambda: "start"
-        self.unmapped_bytes: Callable[[], int] = lambda: 0
-        self.finish_writing: Callable[[], None] = lambda: None
-        self.record_end: Callable[[str, str], None] = lambda state, reason: None
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = 1
         self._store: dist.Store | None = None
@@ -152,16 +141,7 @@ class Watch:
     def limit(
         self, seconds: float, what: Callable[[], str]
     ) -> contextlib.AbstractContextManager[Limit]:
-        """End the run if the block takes longer.
-
-        For what cannot be interrupted in any other way. `renew` starts the time again, and `pause`
-        lets it wait for that.
-
-        Args:
-            seconds: of a process that runs; infinity: there is no limit.
-            what: says what took longer, and what to do. Called in another thread then, and where
-                the block begins.
-        """
+        """End the run if the block takes longer, as `Oversight.limit` says."""
         return self._limits.limit(seconds, what)
 
     def renew(self, limit: Limit) -> None:
