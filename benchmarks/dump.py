@@ -3,8 +3,8 @@
     python benchmarks/dump.py --trajectories 256 --tokens 2000
 
 One process, no engine and no model: random trajectories, packed as a step packs them, go through
-`minirl.run.dump.Dump`. `lines` is what the rank has sampled (JSON, all that a replay needs), `tables`
-what training made of each token, and the index. Without rollout.dump both are 0.
+`minirl.run.dump.Dump`. `lines` is what the rank has sampled (JSON, all that a replay needs),
+`tables` what training made of each token, and the index. Without rollout.dump both are 0.
 """
 
 import tempfile

@@ -13,10 +13,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minirl.base.errors import UserError
+from minirl.config import named
 from minirl.config.named import check_installed
 from minirl.config.shared import LogConfig
 from minirl.rollout import records, show
-from minirl.run import log, report, results, trackers
+from minirl.run import log, report, results
 from minirl.run.trackers import open_trackers
 from minirl.supervise import watch
 from nodes import Job, Node
@@ -223,7 +224,7 @@ def test_the_closing_table_has_no_line_for_what_was_not_done():
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_missing_package_is_told_at_the_start(name):
     with (
-        mock.patch.object(trackers, "find_spec", lambda package: None),
+        mock.patch.object(named, "find_spec", lambda package: None),
         pytest.raises(UserError, match=f"log.{name} = mine needs the package {name}.*pip install"),
     ):
         check_installed(LogConfig(**{name: "mine"}))

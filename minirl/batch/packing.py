@@ -104,7 +104,7 @@ def pack(
     pairs: bool = False,
     single: bool = False,
 ) -> Packed:
-    """Lay sequences end to end and shift once, as the example in types.py shows.
+    """Lay sequences end to end and shift once, as the example in types/packed.py shows.
 
     A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Nothing to
     pack gives one row outside the loss, so that each rank takes part in collectives. A sequence

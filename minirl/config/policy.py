@@ -41,7 +41,7 @@ class ScratchConfig:
 
 @dataclass(kw_only=True)
 class RouterConfig:
-    """What keeps the experts of a mixture in balance (model/mixture/balance.py). All is off by itself.
+    """What keeps the experts of a mixture in balance. All is off by itself.
 
     The tokens are those in the loss of an optimizer step.
     """

@@ -342,7 +342,7 @@ def _rollout(cfg: RLConfig) -> None:
     rollout = cfg.rollout
     advantage = cfg.algo.advantage
 
-    # What one of a file compares is looked up where it is imported (own_methods.py).
+    # What one of a file compares is looked up where it is imported (user_algorithms.py).
     is_own = ":" in advantage
     compares = not is_own and advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     require(

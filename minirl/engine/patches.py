@@ -1,6 +1,6 @@
 """What is changed in vLLM wherever it runs, and why: each patch is a function.
 
-What is changed in its CPU build is in vllm_cpu.py. vLLM is imported late, after the engine has set
+What is changed in its CPU build is in cpu/. vLLM is imported late, after the engine has set
 its environment.
 """
 

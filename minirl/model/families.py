@@ -48,7 +48,7 @@ _DEEPSEEK = Family(
     experts=_EXPERTS,
     sigmoid_router=True,
 )
-# Gated delta nets (model/hybrid/delta_net.py) in most layers. Value heads are a multiple of key heads.
+# Gated delta nets (model/hybrid/) in most layers. Value heads are a multiple of key heads.
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
     plan=plans.HYBRID,

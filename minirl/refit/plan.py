@@ -3,7 +3,7 @@
 Every rank derives its own part of the plan, in time that follows the pieces that it sends and
 receives, from three things: the grids that the shards of the weights form (`Grid`), what each class
 of engines wants (`Wanted`; engines of one class want the same), and the class of each rank. What is
-alike, such as the same matrix of all layers, is planned once (refit_buckets.py).
+alike, such as the same matrix of all layers, is planned once (buckets.py).
 """
 
 import itertools

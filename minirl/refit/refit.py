@@ -1,8 +1,8 @@
 """Refit: the trainer's shards into the engine's parameters, in place.
 
 1. Record, once: which region of which weight the engine's own loader copies where
-   (refit_record.py).
-2. Plan, once: intersect those regions with the shards of all ranks (refit_plan.py). A rank takes
+   (record.py).
+2. Plan, once: intersect those regions with the shards of all ranks (plan.py). A rank takes
    its own shard, or else that of the nearest replica.
 3. Run, each step, bucket by bucket: pack the shards into a buffer, in the engine's dtype; one
    collective; unpack. While one bucket is on the wire, the one before it is unpacked and the next

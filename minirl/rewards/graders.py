@@ -1,7 +1,7 @@
 """Graders of other packages, in processes with limits.
 
 What a policy writes can keep math-verify or reasoning-gym busy for ever, or take all memory
-(`$9^{9^{9^9}}$`). So they run in workers (minirl/sandbox/inside/grading.py): a process for each package,
+(`$9^{9^{9^9}}$`). So they run in workers (sandbox/inside/grading.py): a process for each package,
 started once in a rank, imports it and forks the workers, which grade one answer after the other.
 A worker that reaches a limit is killed and replaced, and the answer earns 0.
 

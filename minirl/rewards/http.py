@@ -1,4 +1,4 @@
-"""Rewards over HTTP: `RemoteReward` sends requests, and server.py answers them.
+"""Rewards over HTTP: `RemoteReward` sends requests, and endpoint/reward_server.py answers them.
 
 The protocol is OpenRLHF's for remote reward models:
 

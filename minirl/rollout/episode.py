@@ -103,7 +103,7 @@ class EpisodeRunner:
             rewards: score episodes that have ended.
             cfg: of the program. Its seed is that of all samples, together with ticket, number and
                 turn.
-            endpoint: that of server.py, for agents.
+            endpoint: that of minirl/endpoint, for agents.
             make_env: makes the environment of an episode.
             makes_in_thread: it may block, and does not mind where it is called.
         """

@@ -86,7 +86,7 @@ def run(program: str, limits: Limits) -> ProgramResult:
 def passes(program: str, tests: str, limits: Limits) -> bool:
     """Return whether `tests` of what `program` defines reach their end.
 
-    Both run in the sandbox, in two processes: minirl/sandbox/inside/trial.py says how. The program prints
+    Both run in the sandbox, in two processes: sandbox/inside/trial.py says how. The program prints
     what it likes, and may leave by sys.exit(0).
 
     Raises:

@@ -4,7 +4,7 @@
     python -m minirl.walk --break loss-scale logprob-temperature stale-engine
 
 Two ranks on the CPU train a model of 0.2M parameters to spell words backward. Each of ten stations
-(walk_step.py) prints what goes in, what comes out, and the file and line of the code that does it.
+(step.py) prints what goes in, what comes out, and the file and line of the code that does it.
 In the ninth stands the same step in plain PyTorch beside it: one process, one sequence at a time,
 an ordinary Hugging Face model. The exit code is 0 only if loss and gradient norm agree.
 

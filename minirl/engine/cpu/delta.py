@@ -1,4 +1,4 @@
-"""Gated delta nets (model/hybrid/delta_net.py) in vLLM's CPU build, by formulas that take any weights.
+"""Gated delta nets in vLLM's CPU build, by formulas (model/hybrid) that take any weights.
 
 Its own kernels demand bfloat16 and convolutions that are packed once, after loading, where no refit
 reaches them.
