@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.algo import advantages
-from minirl.algo.selection import kth_largest
+from minirl.algo.losses import kth_largest
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig
@@ -53,10 +53,11 @@ class FakeMesh:
         tables = [rows]
         for rank in range(1, self.world_size):
             table = rows.copy()
-            if rows.shape[1] > 2:  # Not names with values.
+            if rows.dtype.names:  # Sequences, for the advantages.
+                table["group"] += rank * 1_000_000
+            elif rows.shape[1] > 2:  # Not names with values.
                 table[:, 0] += rank * 1_000_000
-            if rows.shape[1] == 11:  # Headers of the exchange.
-                table[:, 3] = rank
+                table[:, 3] = rank  # Headers of the exchange.
             tables.append(table)
         self.num_bytes += rows.nbytes * self.world_size
         self.outside += time.process_time() - began
@@ -159,7 +160,7 @@ def measure(size: int, num_ranks: int) -> list[Point]:
     def assign() -> None:
         advantages.assign(
             batches,
-            advantages.grpo,
+            advantages.find("grpo"),
             cfg,
             dtype=torch.float32,
             sum_over_ranks=mesh.sums,

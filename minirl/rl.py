@@ -21,7 +21,7 @@ import torch
 
 from minirl import checkpoint
 from minirl.algo import advantages, losses, shaping
-from minirl.algo.mismatch import MismatchWatch
+from minirl.algo.correction import MismatchWatch
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig

@@ -102,7 +102,7 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
-    "algo/advantages.py:call_own": "a user's estimator may raise anything; the user is told what",
+    "algo/advantages.py:call_checked": "a user's estimator may raise anything; its user reads what",
     "run/user_algorithms.py:_try_loss": "and so may the user's loss",
     "supervise/lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, "
     "and all others",

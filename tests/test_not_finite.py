@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from harness import RankFailed, ranks
 from minirl.algo import losses
-from minirl.algo.mismatch import LIMITS, MismatchWatch
+from minirl.algo.correction import LIMITS, MismatchWatch
 from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig

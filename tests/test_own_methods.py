@@ -52,11 +52,11 @@ def assigned(name):
 # estimators
 
 ESTIMATORS = """
-    from minirl.algo.advantages import compares_nothing, discounted, whitened
+    from minirl.algo.advantages import discounted, estimator
     from minirl.algo.normalize import over_sequences
 
 
-    @compares_nothing
+    @estimator(compares_nothing=True)
     def as_it_is(rewards, groups):
         return rewards
 
@@ -65,23 +65,23 @@ ESTIMATORS = """
         return rewards - rewards.mean()
 
 
-    @whitened
+    @estimator(by_token=True, whitened=True)
     def to_go(batch, rewards, cfg):
         return over_sequences(lambda s, r: discounted(s, r, cfg.gamma), batch, rewards)
 
 
+    @estimator(by_token=True)
     def last(batch, rewards, cfg):
         return rewards * 2
 """
 
 
-def test_an_estimator_by_token_is_what_its_signature_says(file):
+def test_an_estimator_is_what_its_decorator_declares(file):
     path = file(ESTIMATORS)
     found = {n: advantages.find(f"{path}:{n}") for n in ("as_it_is", "centered", "to_go", "last")}
-    assert [advantages.is_by_token(f) for f in found.values()] == [False, False, True, True]
-    assert [advantages.compares_answers(f) for f in found.values()] == [False, True, False, False]
-    assert all(advantages.is_by_token(f) for f in advantages.TOKEN_ESTIMATORS.values())
-    assert all(advantages.compares_answers(f) for f in advantages.ESTIMATORS.values())
+    assert [f.by_token for f in found.values()] == [False, False, True, True]
+    assert [f.compares_answers for f in found.values()] == [False, True, False, False]
+    assert all(f.by_token != f.compares_answers for f in advantages.ESTIMATORS.values())
     # Declared to be whitened, it is reinforce_pp; not declared, it is left as it is.
     assert torch.equal(assigned(f"{path}:to_go"), assigned("reinforce_pp"))
     batch = user_algorithms.make_batch(3, with_reference=False)
@@ -98,7 +98,7 @@ def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
         user_algorithms.check_methods(cfg)
     cfg = config(f"{path}:centered", samples=1)
     validate_rl(cfg, 1)
-    with pytest.raises(UserError, match=r"samples_per_prompt = 1: .*compares_nothing of minirl"):
+    with pytest.raises(UserError, match=r"samples_per_prompt = 1: .*compares_nothing=True"):
         user_algorithms.check_methods(cfg)
 
 
@@ -111,6 +111,11 @@ def test_old_logprobs_are_there_for_an_estimator_by_token(file):
 
 WRONG_ESTIMATORS = {
     "by token, one number": ("batch, rewards, cfg", "return rewards.mean()", r"of shape \[\]"),
+    "by token, not declared": (
+        "a, b, c",
+        "return a",
+        r"as f\(rewards, .*raised TypeError",
+    ),
     "by token, NaN": ("batch, rewards, cfg", "return rewards / 0", "are not finite"),
     "by token, raises": ("batch, rewards, cfg", "return batch.valeus", "raised AttributeError"),
     "by token, no critic": ("batch, rewards, cfg", "return batch.values * 2", "raised TypeError"),
@@ -122,7 +127,10 @@ WRONG_ESTIMATORS = {
 @pytest.mark.parametrize("name", WRONG_ESTIMATORS)
 def test_a_wrong_estimator_is_told_at_the_start(file, name):
     parameters, body, message = WRONG_ESTIMATORS[name]
-    path = file(f"def wrong({parameters}): {body}")
+    is_declared = name.startswith("by token,") and "not declared" not in name
+    declared = f"@estimator(by_token={is_declared})\n"
+    importing = "from minirl.algo.advantages import estimator\n"
+    path = file(f"{importing}{declared}def wrong({parameters}): {body}")
     with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
         user_algorithms.check_methods(config(f"{path}:wrong"))
 
@@ -134,7 +142,7 @@ LOSSES = """
     import torch
 
     from minirl.algo.losses import old_logprobs, ppo_clip
-    from minirl.algo.ratio import bounded_exp
+    from minirl.algo.correction import bounded_exp
 
 
     def again(batch, logprobs, entropy, cfg):

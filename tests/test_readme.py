@@ -550,7 +550,7 @@ def test_every_method_recipe_benchmark_and_test_has_its_place():
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         assert f"`tests/{path.name}`" in text["tests"], path.name
     methods = (ROOT / "minirl" / "algo" / "README.md").read_text()
-    for name in advantages.ESTIMATORS | advantages.TOKEN_ESTIMATORS:
+    for name in advantages.ESTIMATORS:
         assert f"--algo.advantage {name}" in methods, name
 
 

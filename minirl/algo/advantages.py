@@ -1,4 +1,4 @@
-"""Advantage estimators. Each is one function; its name goes into ESTIMATORS or TOKEN_ESTIMATORS.
+"""Advantage estimators. Each is one function, with one row in ESTIMATORS.
 
 Most give every token of an answer the same advantage. Such an estimator is called with all episodes
 of a step, those of all ranks:
@@ -10,13 +10,13 @@ A token estimator is called with a micro-batch that has old and reference log-pr
 each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them into order) and
 the config, and returns the advantages [T].
 
-An estimator in a file is of one kind or the other by its signature: f(rewards, groups) or
-f(batch, rewards, cfg). `compares_nothing` and `whitened` declare what else it is.
+A function in a user's file is f(rewards, groups) and compares the answers to a prompt, unless the
+decorator `estimator` declares something else.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
-from inspect import Parameter
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,39 +29,51 @@ from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.types.packed import Packed, Trajectory
 
-Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
-# A table of numbers of every rank to all of them, in rank order.
+Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of each rank to their sum or maximum.
+# An array of each rank, of dtype `SEQUENCE`, to the arrays of all ranks in rank order.
 GatherRows = Callable[[np.ndarray], list[np.ndarray]]
 
-Estimator = Callable[..., Tensor]
-# Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
-WHITENED: set[Estimator] = set()
-# Estimators of whole answers that do not compare the answers to a prompt, so that one will do.
-COMPARES_NOTHING: set[Estimator] = set()
+# What all ranks know of a sequence. The penalty is the sum over its tokens.
+SEQUENCE = np.dtype(
+    [
+        ("group", np.int64),
+        ("episode", np.int64),
+        ("segment", np.int64),
+        ("reward", np.float64),
+        ("penalty", np.float64),
+    ]
+)
 
 
-def whitened(estimator: Estimator) -> Estimator:
-    """Declare (as a decorator) that a token estimator's results are whitened over all tokens."""
-    WHITENED.add(estimator)
-    return estimator
+@dataclass(frozen=True)
+class Estimator:
+    """A function that estimates advantages, and how it is used."""
+
+    function: Callable[..., Tensor]
+    by_token: bool = False  # It is called as f(batch, rewards, cfg); else as f(rewards, groups).
+    # Its advantages get mean 0 and deviation 1 over the tokens of the global batch.
+    whitened: bool = False
+    compares_nothing: bool = False  # One answer to a prompt is enough, as it is by token.
+    # By token, it reads the policy's log-probs before the step.
+    reads_old_logprobs: bool = True
+
+    def __call__(self, *arguments: object) -> Tensor:
+        """Call the function."""
+        return self.function(*arguments)
+
+    @property
+    def compares_answers(self) -> bool:
+        """Return whether it needs several answers to a prompt."""
+        return not (self.by_token or self.compares_nothing)
 
 
-def compares_nothing(estimator: Estimator) -> Estimator:
-    """Declare (as a decorator) that an estimator works with one answer to a prompt."""
-    COMPARES_NOTHING.add(estimator)
-    return estimator
-
-
-def is_by_token(estimator: Estimator) -> bool:
-    """Return whether an estimator is of single tokens: it is called with three arguments."""
-    given = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(estimator).parameters.values()
-    return sum(p.kind in given and p.default is Parameter.empty for p in parameters) == 3
-
-
-def compares_answers(estimator: Estimator) -> bool:
-    """Return whether an estimator needs several answers to a prompt."""
-    return not is_by_token(estimator) and inspect.unwrap(estimator) not in COMPARES_NOTHING
+def estimator(
+    *, by_token: bool = False, whitened: bool = False, compares_nothing: bool = False
+) -> Callable[[Callable[..., Tensor]], Estimator]:
+    """Declare, as the decorator of a function in a user's file, the fields of its `Estimator`."""
+    return partial(
+        Estimator, by_token=by_token, whitened=whitened, compares_nothing=compares_nothing
+    )
 
 
 # --------------------------------------------------------------------- estimators of whole answers
@@ -150,7 +162,6 @@ def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
     return sums
 
 
-@whitened
 def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return A_t = sum_{k >= t} gamma^(k - t) r_k, to be whitened over the global batch.
 
@@ -160,7 +171,6 @@ def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
 
 
-@whitened
 def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t.
 
@@ -190,35 +200,40 @@ def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor
     return batch.ref_logprobs - batch.old_logprobs
 
 
-ESTIMATORS = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp_baseline)}
-TOKEN_ESTIMATORS = {f.__name__: f for f in (reinforce_pp, gae, on_policy_distill)}
+ESTIMATORS = {
+    "grpo": Estimator(grpo),
+    "dr_grpo": Estimator(dr_grpo),
+    "rloo": Estimator(rloo),
+    "reinforce_pp_baseline": Estimator(reinforce_pp_baseline),
+    "reinforce_pp": Estimator(reinforce_pp, by_token=True, whitened=True, reads_old_logprobs=False),
+    "gae": Estimator(gae, by_token=True, whitened=True, reads_old_logprobs=False),
+    "on_policy_distill": Estimator(on_policy_distill, by_token=True),
+}
 
 
-def find(name: str) -> Callable[..., Tensor]:
+def find(name: str) -> Estimator:
     """Return the estimator that `algo.advantage` names.
 
     Raises:
-        UserError: if there is none of that name.
+        UserError: there is none of that name.
     """
-    return find_function("algo.advantage", name, ESTIMATORS | TOKEN_ESTIMATORS)
+    found = find_function("algo.advantage", name, dict(ESTIMATORS))
+    return found if isinstance(found, Estimator) else Estimator(found)
 
 
 # ------------------------------------------------------------------------- the advantages of a step
 
 
 def need_old_logprobs(cfg: AlgoConfig) -> bool:
-    """Return whether advantages are made of the policy's own log-probs before the step."""
+    """Return whether advantages are made of the policy's log-probs before the step."""
     kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in == "reward"
-    is_own = cfg.advantage not in ESTIMATORS | TOKEN_ESTIMATORS
-    may_read_them = cfg.advantage == "on_policy_distill" or (
-        is_own and is_by_token(find(cfg.advantage))
-    )
-    return may_read_them or kl_in_reward
+    estimator = find(cfg.advantage)
+    return kl_in_reward or (estimator.by_token and estimator.reads_old_logprobs)
 
 
 def assign(
     batches: list[Packed],
-    estimator: Callable[..., Tensor],
+    estimator: Estimator,
     cfg: AlgoConfig,
     *,
     dtype: torch.dtype,
@@ -230,34 +245,38 @@ def assign(
     """Set `advantages` [T] of every micro-batch of a step, 0 outside the loss. Collective.
 
     Args:
-        batches: with what the estimator needs: old and reference log-probs (`need_old_logprobs`),
-            values.
-        estimator: as `find` returned it for cfg.advantage.
+        batches: micro-batches with what the estimator needs: old and reference log-probs
+            (`need_old_logprobs`), values.
+        estimator: what `find` returned for cfg.advantage.
         cfg: the section `algo` of the config, with the present weight of the KL.
-        dtype: of the advantages, which are computed in float64: that of the policy's log-probs.
+        dtype: dtype of the advantages, the policy's log-probs'. They are computed in float64.
         without_tokens: episodes that this rank ran and that have no token. Their rewards are
             outcomes of the policy like others, so they count where siblings are compared. That no
             token of theirs is trained on biases nothing: what an episode is compared with does not
             depend on its own actions.
         sum_over_ranks: adds a CPU tensor over the ranks that hold different tokens.
         max_over_ranks: takes its maximum over all ranks.
-        gather_rows: returns a table of numbers of every rank.
+        gather_rows: returns the arrays of all ranks.
     """
     penalties = [_kl_penalty(batch, cfg) for batch in batches]
-    if is_by_token(estimator):
+    if estimator.by_token:
         values = [
             _by_token(batch, penalty, estimator, cfg)
             for batch, penalty in zip(batches, penalties, strict=True)
         ]
-        if inspect.unwrap(estimator) in WHITENED:
-            values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
         table = np.concatenate(
-            [_rows_of_sequences(batches, penalties), _rows_without_tokens(without_tokens)]
+            [
+                *map(_sequences_in_loss, batches, penalties),
+                np.array(
+                    [(t.group, t.episode, t.segment, t.reward, 0.0) for t in without_tokens],
+                    SEQUENCE,
+                ),
+            ]
         )
         values = _by_group(batches, gather_rows(table), estimator, cfg.advantage)
-        if cfg.whiten_tokens:
-            values = whiten(values, batches, sum_over_ranks, max_over_ranks)
+    if estimator.whitened or (cfg.whiten_tokens and not estimator.by_token):
+        values = whiten(values, batches, sum_over_ranks, max_over_ranks)
 
     for batch, value in zip(batches, values, strict=True):
         batch.advantages = torch.where(batch.loss_mask, value, 0.0).to(dtype)
@@ -289,10 +308,9 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
 def _by_token(batch: Packed, penalty: Tensor, estimator: Estimator, cfg: AlgoConfig) -> Tensor:
     """Return the advantages [T] of a micro-batch from an estimator of single tokens."""
     rewards = token_rewards(batch, penalty)
-    if cfg.advantage in TOKEN_ESTIMATORS:
+    if cfg.advantage in ESTIMATORS:
         return estimator(batch, rewards, cfg)
-    counts = batch.loss_mask
-    found = call_own(estimator, cfg.advantage, counts.nonzero()[:, 0], batch, rewards, cfg)
+    found = call_checked(estimator, cfg.advantage, batch.loss_rows, batch, rewards, cfg)
     return found.to(rewards.device)
 
 
@@ -325,42 +343,65 @@ def whiten(
     return [(value - mean) / (deviation + 1e-8) for value in values]
 
 
-def _by_group(
-    batches: list[Packed],
-    tables: list[np.ndarray],
-    estimator: Callable[..., Tensor],
-    name: str,
-) -> list[Tensor]:
-    """Return the advantages [T] of each micro-batch from an estimator that compares siblings.
+def _sequences_in_loss(batch: Packed, penalty: Tensor) -> np.ndarray:
+    """Return the sequences of a micro-batch that have tokens in the loss.
 
-    Siblings may be on any rank, so every rank has the rows of all (`tables`, of each rank) and
-    estimates the whole step. `name`: of the estimator, for errors.
+    Shared prompts and padding have none.
+
+    Args:
+        batch: the micro-batch.
+        penalty: the penalty of each token, float64 [T].
+    """
+    table = np.empty(len(batch.sequence_ids), SEQUENCE)
+    ids = np.array(batch.sequence_ids, np.int64).reshape(-1, 3)
+    table["group"], table["episode"], table["segment"] = ids.T
+    table["reward"] = batch.rewards.cpu().numpy()
+    table["penalty"] = sequence_sums(penalty, batch).cpu().numpy()
+    return table[(batch.loss_tokens > 0).cpu().numpy()]
+
+
+def _is_new(table: np.ndarray, *names: str) -> np.ndarray:
+    """Return where rows differ from the row before in one of these columns, bool [N]."""
+    changes = [np.diff(table[name], prepend=-1) != 0 for name in names]
+    return np.logical_or.reduce(changes)
+
+
+def _by_group(
+    batches: list[Packed], tables: list[np.ndarray], estimator: Estimator, name: str
+) -> list[Tensor]:
+    """Return the advantages [T] of each micro-batch from an estimator of whole answers.
+
+    Siblings may be on any rank, so every rank estimates the whole step.
+
+    Args:
+        batches: this rank's micro-batches.
+        tables: the sequences of each rank, as `SEQUENCE` describes them.
+        estimator: the estimator.
+        name: its name, for errors.
     """
     # 1. All sequences. Tensor- and context-parallel ranks have copies: the first rank's count.
-    rows = np.concatenate(tables)
-    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))  # Stable: by rank, where equal.
-    rows = rows[order]
-    is_copy = (np.diff(rows[:, :3], axis=0, prepend=-1) == 0).all(1)
-    rows = rows[~is_copy]
+    table = np.concatenate(tables)
+    # Stable: by rank, where equal.
+    table = table[np.lexsort((table["segment"], table["episode"], table["group"]))]
+    table = table[_is_new(table, "group", "episode", "segment")]
 
     # 2. An episode counts once in its group. Its segments share the reward, and each pays.
-    ids = rows[:, :2].astype(np.int64)
-    begins = (np.diff(ids, axis=0, prepend=-1) != 0).any(1)
-    episodes = ids[begins]
-    earned = rows[begins, 3]
-    np.subtract.at(earned, begins.cumsum() - 1, rows[:, 4])  # One after the other.
+    begins = _is_new(table, "group", "episode")
+    episodes = table[begins]
+    earned = episodes["reward"].copy()
+    np.subtract.at(earned, begins.cumsum() - 1, table["penalty"])  # One after the other.
 
     # 3. Estimate, with groups numbered 0 .. G - 1.
-    _, groups = np.unique(episodes[:, 0], return_inverse=True)
+    _, groups = np.unique(episodes["group"], return_inverse=True)
     rewards = torch.from_numpy(earned)
     every = torch.arange(len(rewards))
-    estimates = call_own(estimator, name, every, rewards, torch.from_numpy(groups).long())
+    estimates = call_checked(estimator, name, every, rewards, torch.from_numpy(groups).long())
 
     # 4. Every row of a sequence gets the advantage of its episode.
-    own_groups = [group for batch in batches for group, _, _ in batch.sequence_ids]
-    is_own = np.isin(episodes[:, 0], own_groups)
-    own_episodes = map(tuple, episodes[is_own].tolist())
-    advantage_of = dict(zip(own_episodes, estimates.numpy()[is_own].tolist(), strict=True))
+    local_groups = [group for batch in batches for group, _, _ in batch.sequence_ids]
+    is_local = np.isin(episodes["group"], local_groups)
+    local_episodes = episodes[["group", "episode"]][is_local].tolist()
+    advantage_of = dict(zip(local_episodes, estimates.numpy()[is_local].tolist(), strict=True))
     values = []
     for batch in batches:
         per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequence_ids]
@@ -369,21 +410,25 @@ def _by_group(
     return values
 
 
-def call_own(estimator: Estimator, name: str, counting: Tensor, *arguments: object) -> Tensor:
+def call_checked(estimator: Estimator, name: str, counting: Tensor, *arguments: object) -> Tensor:
     """Return the advantages of an estimator, which may be the user's; float64 [N], on the CPU.
 
     Args:
-        estimator: is called with `arguments`, the last tensor of which has N numbers: rewards.
-        name: of the estimator, for errors.
-        counting: int64, the numbers that have a meaning.
-        arguments: (rewards, groups), or (batch, rewards of tokens, cfg).
+        estimator: the estimator, called with `arguments`.
+        name: its name, for errors.
+        counting: the indices of the numbers that are used, int64.
+        arguments: (rewards, groups), or (batch, rewards of tokens, cfg). Rewards are [N].
 
     Raises:
-        UserError: it raises, or returns anything but N numbers, of which those that count are
+        UserError: it raises, or returns anything but N numbers, of which those that are used are
             finite.
     """
     rewards = next(x for x in arguments if isinstance(x, Tensor))
-    expected = f"algo.advantage = {name} must return {len(rewards)} finite numbers, a tensor [N]"
+    form = "f(batch, rewards, cfg)" if estimator.by_token else "f(rewards, groups)"
+    expected = (
+        f"algo.advantage = {name} must return {len(rewards)} finite numbers, a tensor [N], when "
+        f"it is called as {form}"
+    )
     try:
         estimates = estimator(*arguments)
     # The user's code may raise anything.
@@ -397,33 +442,11 @@ def call_own(estimator: Estimator, name: str, counting: Tensor, *arguments: obje
         f"{expected}; it returned one of shape {list(estimates.shape)}",
     )
     estimates = estimates.detach().to("cpu", torch.float64)
-    counted = estimates[counting.cpu()]
-    wrong = int((~counted.isfinite()).sum())
+    used = counting.cpu()
+    is_wrong = ~estimates[used].isfinite()
     require(
-        not wrong,
-        f"{expected}; {wrong} of them are not finite, the first for an answer with reward "
-        f"{rewards.cpu()[counting.cpu()][~counted.isfinite()][:1].tolist()}",
+        not is_wrong.any(),
+        f"{expected}; {int(is_wrong.sum())} of them are not finite, the first for an answer with "
+        f"reward {rewards.cpu()[used][is_wrong][:1].tolist()}",
     )
     return estimates
-
-
-def _rows_of_sequences(batches: list[Packed], penalties: list[Tensor]) -> np.ndarray:
-    """Return this rank's sequences with tokens in the loss, without shared prompts and padding.
-
-    Returns:
-        float64 [S, 5]: group, episode, segment, reward, penalty of all its tokens.
-    """
-    tables = []
-    for batch, penalty in zip(batches, penalties, strict=True):
-        ids = np.array(batch.sequence_ids, np.float64).reshape(-1, 3)
-        paid = sequence_sums(penalty, batch)
-        numbers = torch.stack([batch.rewards, paid, batch.loss_tokens.double()], 1).cpu().numpy()
-        in_loss = numbers[:, 2] > 0
-        tables.append(np.concatenate([ids, numbers[:, :2]], 1)[in_loss])
-    return np.concatenate([np.empty((0, 5)), *tables])
-
-
-def _rows_without_tokens(episodes: Sequence[Trajectory]) -> np.ndarray:
-    """Return the same of episodes that have no tokens, which pay nothing."""
-    rows = [(t.group, t.episode, t.segment, t.reward, 0.0) for t in episodes]
-    return np.array(rows, np.float64).reshape(-1, 5)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minirl.algo import correction
+from minirl.algo.correction import bounded_exp, clamp_log_ratio
 from minirl.algo.normalize import sequence_sums, to_rows
-from minirl.algo.ratio import MAX_MEAN_LOG_RATIO, bounded_exp, clamp_log_ratio
-from minirl.algo.selection import kth_largest
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.types.packed import Packed
@@ -27,7 +27,11 @@ Metrics = dict[str, Tensor]
 OwnLoss = Callable[[Packed, Tensor, Tensor, AlgoConfig], tuple[Tensor, Metrics]]
 POLICY_LOSSES = ("ppo", "gspo", "cispo")
 
+MAX_MEAN_LOG_RATIO = 10.0  # Of the geometric mean of a sequence, in GSPO: verl's.
 MAX_K3_LOG_RATIO = 10.0  # log(reference / policy) of a token, beyond which k3 does not grow.
+
+BITS = 16  # A round of `kth_largest` looks at so many; 4 rounds make a float64.
+NUM_BINS = 2**BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,8 @@ def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estima
     """Return the KL term of a loss, [T].
 
     It is k1, k2 or k3, or `unbiased`: the value of r k3 with r = policy / old, through which the
-    gradient goes too. With g = grad log policy, grad (r k3) = r (k3 + 1 - e^d) g = -r d g, whose
-    mean over tokens of `old` is the gradient of the KL. Tang and Munos 2025 (arXiv 2506.09477);
+    gradient goes too. With g = grad log policy, grad (r k3) = r (k3 + 1 - e^d) g = -r d g. The mean
+    of that over tokens of `old` is the gradient of the KL. Tang and Munos 2025 (arXiv 2506.09477);
     DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1. It is computed as -r d g, the gradient of r k2 with
     a constant r: in float32 the terms of r (k3 + 1 - e^d) cancel from 17 nats on.
     """
@@ -137,7 +141,7 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) 
 def mark_high_entropy(
     batches: list[Packed], share: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> None:
-    """Set `high_entropy_mask` at that share of the step's tokens whose `old_entropy` is highest.
+    """Set `high_entropy_mask` at that share of the step's tokens with the highest `old_entropy`.
 
     Wang et al. 2025 (arXiv 2506.01939), eq. 6. Collective.
 
@@ -151,6 +155,38 @@ def mark_high_entropy(
     lowest = kth_largest(entropies.numpy(), math.ceil(share * num_tokens), sum_over_ranks)
     for batch in batches:
         batch.high_entropy_mask = batch.old_entropy >= lowest
+
+
+def kth_largest(values: np.ndarray, k: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
+    """Return the k-th largest value of all ranks; 1 is the largest. Collective.
+
+    It is a radix select: bits are found from the highest to the lowest, 16 in a round, by counting
+    how many values with the bits found so far have which bits next. A round adds 65,536 counts over
+    the ranks (512 kB), however many values there are.
+
+    Args:
+        values: this rank's numbers, float64 [N], not NaN; N may differ from rank to rank.
+        k: 1 .. number of values on all ranks.
+        sum_over_ranks: adds an int64 CPU tensor over the ranks.
+    """
+    # Keys in the order of the values: bits of positive numbers are ordered as the numbers are, and
+    # those of negative ones the other way round. A negative zero counts as zero.
+    bits = (values + 0.0).view(np.uint64)
+    sign = 1 << 63
+    keys = np.where(bits & np.uint64(sign), ~bits, bits | np.uint64(sign))
+    found = 0  # The key's bits so far.
+    for shift in range(64 - BITS, -1, -BITS):
+        bins = (keys >> np.uint64(shift)).astype(np.int64) & (NUM_BINS - 1)
+        counts = sum_over_ranks(torch.from_numpy(np.bincount(bins, minlength=NUM_BINS))).numpy()
+        num_above = counts[::-1].cumsum()  # Values in the highest bin, in the two highest, ...
+        steps_down = int(np.searchsorted(num_above, k))
+        if steps_down:
+            k -= int(num_above[steps_down - 1])
+        highest = NUM_BINS - 1 - steps_down
+        found |= highest << shift
+        keys = keys[bins == highest]
+    found_bits = found ^ sign if found & sign else found ^ (2**64 - 1)
+    return np.array([found_bits], np.uint64).view(np.float64)[0].item()
 
 
 def old_logprobs(batch: Packed, logprobs: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ class World:
             block[: len(own)] = own
             blocks = np.empty((self.world_size, *block.shape), part.dtype)
             all_gather_single(
-                torch.from_numpy(blocks).view(-1).view(torch.uint8),
-                torch.from_numpy(block).view(-1).view(torch.uint8),
+                torch.from_numpy(blocks.reshape(-1).view(np.uint8)),
+                torch.from_numpy(block.reshape(-1).view(np.uint8)),
                 group=self.host_group,
             )
             for first, length, of_rank in zip(firsts[:-1], lengths, blocks, strict=True):

@@ -4,6 +4,7 @@ Each function raises UserError at the first thing that is missing or cannot work
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +89,9 @@ class Inputs:
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
-                self.estimator = in_time(user_algorithms.check_methods(cfg), cfg, mesh.watch)
+                found = user_algorithms.check_methods(cfg)
+                limited = in_time(found.function, cfg, mesh.watch)
+                self.estimator = replace(found, function=limited)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             env = make_in_time(self.make_env, cfg.env, mesh.watch)

@@ -71,22 +71,22 @@ def find_estimator(cfg: RLConfig) -> Estimator:
         return estimator
     samples = cfg.rollout.samples_per_prompt
     require(
-        samples > 1 or not advantages.compares_answers(estimator),
+        samples > 1 or not estimator.compares_answers,
         f"rollout.samples_per_prompt = {samples}: algo.advantage = {name} compares the samples of "
         "one prompt, as f(rewards, groups) does, so it needs at least 2; if it does not compare "
-        "them, declare it by the decorator compares_nothing of minirl.algo.advantages",
+        "them, declare it with @estimator(compares_nothing=True) of minirl.algo.advantages",
     )
     batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
-    if advantages.is_by_token(estimator):
+    if estimator.by_token:
         rewards = advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
         in_loss = batch.loss_rows
-        advantages.call_own(estimator, name, in_loss, batch, rewards, cfg.algo)
+        advantages.call_checked(estimator, name, in_loss, batch, rewards, cfg.algo)
     else:
         in_loss = batch.loss_tokens > 0
         groups = torch.tensor([group for group, _, _ in batch.sequence_ids])
         rewards = batch.rewards[in_loss]
         every = torch.arange(len(rewards))
-        advantages.call_own(estimator, name, every, rewards, groups[in_loss])
+        advantages.call_checked(estimator, name, every, rewards, groups[in_loss])
     return estimator
 
 
