@@ -39,11 +39,11 @@ TWO_MICRO = LOAD | {"num_micro": 2}
 PAIRS = LOAD | {"samples": 2, "whole_groups": True}
 # A step of the optimizer: the denominators before it, metrics and the norm of the gradient behind.
 WAITS = {
-    ("a copy from the device", "policy.py _accumulate < policy.py update"): 1,
-    ("a copy from the device", "policy.py _reduce_metrics < policy.py update"): 1,
+    ("a copy from the device", "train/policy.py _accumulate < train/policy.py update"): 1,
+    ("a copy from the device", "train/policy.py _reduce_metrics < train/policy.py update"): 1,
 }
 # The norm of gradients on the host joins the sums on the device.
-NORM_WAITS = {("a copy to the device", "policy.py update"): 1}
+NORM_WAITS = {("a copy to the device", "train/policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
 TOWER = "model/build.py _look < model/build.py last_hidden"
 DEEPSTACK = "model/build.py last_hidden < model/build.py packed_forward"
@@ -53,7 +53,7 @@ QWEN2_VL_WAITS = {
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
 }
 # The load of experts is a metric of the step.
-LOAD_WAITS = {("a copy from the device", "model/mixture/balance.py finish < policy.py update"): 1}
+LOAD_WAITS = {("a copy from the device", "model/mixture/balance.py finish < train/policy.py update"): 1}
 OF_STEP = WAITS | LOAD_WAITS
 # Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
 EXPERT_WAITS = {
@@ -65,12 +65,12 @@ QWEN3_VL_WAITS = {
     ("a size that depends on values", DEEPSTACK): 2 * 2,  # masks of rows
     ("a number", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
-    ("a size that depends on values", "policy.py _accumulate < policy.py update"): 3,
+    ("a size that depends on values", "train/policy.py _accumulate < train/policy.py update"): 3,
 }
 # The padding among its tokens is left out.
 GEMMA4_WAITS = {
     ("a size that depends on values", TOWER): 2,
-    ("a size that depends on values", "policy.py _accumulate < policy.py update"): 1,
+    ("a size that depends on values", "train/policy.py _accumulate < train/policy.py update"): 1,
 }
 
 
