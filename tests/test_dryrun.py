@@ -53,7 +53,9 @@ QWEN2_VL_WAITS = {
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
 }
 # The load of experts is a metric of the step.
-LOAD_WAITS = {("a copy from the device", "model/mixture/balance.py finish < train/policy.py update"): 1}
+LOAD_WAITS = {
+    ("a copy from the device", "model/mixture/balance.py finish < train/policy.py update"): 1
+}
 OF_STEP = WAITS | LOAD_WAITS
 # Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
 EXPERT_WAITS = {
