@@ -459,7 +459,7 @@ def test_the_printed_agent_talks_to_its_endpoint(tmp_path, monkeypatch):
 def test_the_printed_sweep_starts_a_run(tmp_path):
     """The words that W&B's agent runs, by its own functions, with another program in torchrun's
     place that prints what it is given."""
-    sweep = yaml.safe_load(printed("configs/README.md", "sweep.yaml", tmp_path).read_text())
+    sweep = yaml.safe_load(printed("minirl/run/README.md", "sweep.yaml", tmp_path).read_text())
     chosen = {name: {"value": given["values"][1]} for name, given in sweep["parameters"].items()}
     args = sweeps.create_sweep_command_args({"args": chosen})["args"]
     words = [
@@ -486,7 +486,7 @@ def test_the_printed_cell_reads_a_run(tmp_path, monkeypatch):
         '{"phase": "rl", "step": 1, "accuracy": 0.5}',
     ]
     (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    cell = printed("configs/README.md", "in a notebook", tmp_path)
+    cell = printed("minirl/run/README.md", "in a notebook", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert runpy.run_path(str(cell))["accuracy"] == {1: 0.5}
 
@@ -545,8 +545,9 @@ def test_every_method_recipe_benchmark_and_test_has_its_place():
     }
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         assert f"({path.name})" in text["configs"], path.name
+    everything = "".join(page.read_text() for page in PAGES)
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        assert f"benchmarks/{path.name}" in text["benchmarks"] + text["configs"], path.name
+        assert re.search(rf"benchmarks[/.]{path.stem}\b", everything), path.name
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         assert f"`tests/{path.name}`" in text["tests"], path.name
     methods = (ROOT / "minirl" / "algo" / "README.md").read_text()
