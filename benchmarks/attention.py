@@ -41,7 +41,7 @@ def padded(q: Tensor, k: Tensor, v: Tensor, batch: Packed) -> Tensor:
 
     def pad(x: Tensor) -> Tensor:
         """[1, heads, T, head size] -> [sequences, heads, longest, head size]."""
-        sequences = x[0].transpose(1, 0).split(batch.lengths)
+        sequences = x[0].transpose(1, 0).split(batch.sequences.lengths)
         return nn.utils.rnn.pad_sequence(sequences, batch_first=True).transpose(1, 2)
 
     return F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, enable_gqa=True)
@@ -49,8 +49,8 @@ def padded(q: Tensor, k: Tensor, v: Tensor, batch: Packed) -> Tensor:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, batch: Packed) -> Tensor:
     """Attend under one T x T mask."""
-    numbers = torch.arange(len(batch.lengths))
-    sequence = numbers.repeat_interleave(torch.tensor(batch.lengths)).to(q.device)
+    numbers = torch.arange(len(batch.sequences.lengths))
+    sequence = numbers.repeat_interleave(torch.tensor(batch.sequences.lengths)).to(q.device)
     mask = (sequence[:, None] == sequence[None]).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 

@@ -67,7 +67,7 @@ class Trainer(SupervisedTrainer):
                 self.policy.annotate([mismatched], "old_logprobs")
                 baseline = preference.kto_baseline(mismatched, self.mesh.data_sums)
         for batch in batches:
-            batch.baseline = baseline.to(self.mesh.device)
+            batch.preference.baseline = baseline.to(self.mesh.device)
         return batches
 
     def _make_batches(self, examples: list[Trajectory]) -> Minibatch:

@@ -479,9 +479,9 @@ def test_weights_over_the_global_count_give_the_mean_however_it_is_packed(aggreg
     batches = [pack(whole[a:b], CPU) for a, b in zip((0, *cuts), cuts, strict=False)]
     assert (
         sum(
-            len(b.blocks[0].key_rows) > len(b.inputs)
+            len(b.attention.blocks[0].key_rows) > len(b.inputs)
             for b in batches
-            if b.blocks[0].key_rows is not None
+            if b.attention.blocks[0].key_rows is not None
         )
         >= 1
     )  # a shared prompt is among them

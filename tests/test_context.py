@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import ranks
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
 from minirl.model import kernels, ring_package
@@ -119,7 +119,7 @@ def both_rings(mesh):
     batch = pack(
         groups([(n, [m]) for n, m in ((6, 3), (2, 30), (1, 7), (9, 12))]),
         mesh.device,
-        layout=Layout(context=mesh.context),
+        layout=RowLayout(context=mesh.context),
     )
     rng = np.random.default_rng(mesh.rank)
     inputs = [
@@ -128,8 +128,10 @@ def both_rings(mesh):
     ]
     results = []
     for ring in (
-        lambda q, k, v: Attention.apply(q, k, v, None, batch.blocks, Options(0.25), mesh.context),
-        lambda q, k, v: ring_package.ring(q, k, v, batch.blocks[0], 0.25, mesh.context),
+        lambda q, k, v: Attention.apply(
+            q, k, v, None, batch.attention.blocks, Options(0.25), mesh.context
+        ),
+        lambda q, k, v: ring_package.ring(q, k, v, batch.attention.blocks[0], 0.25, mesh.context),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         out = ring(*leaves)

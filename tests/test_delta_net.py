@@ -119,7 +119,9 @@ def changed_rows(mesh, folder):
         assert batch.recurrence is not None
         with policy.inference():
             both = torch.stack(policy.model(batch))
-        return dict(zip(batch.sequence_ids, both.split(batch.lengths, dim=1), strict=True))
+        return dict(
+            zip(batch.sequences.ids, both.split(batch.sequences.lengths, dim=1), strict=True)
+        )
 
     trajectories = model_batch(False)
     before = values()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.model import attention, build, flash, flash_package, kernels, ring_package
 from minirl.model.attention import attend, packed_attention
@@ -205,10 +205,10 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize("window", [None, 1, 24, 200, 1000])
 @pytest.mark.parametrize("which", SHARED)
 def test_shared_prompts_and_windows_equal_the_formula(choose, which, window):
-    batch = pack(SHARED[which], CPU, layout=Layout(windowed=window is not None))
+    batch = pack(SHARED[which], CPU, layout=RowLayout(windowed=window is not None))
     choose(True)
     by_flash = attend_and_back(batch, window)
-    blocks = [*batch.blocks, *([batch.windowed_block] if window else [])]
+    blocks = [*batch.attention.blocks, *([batch.attention.windowed] if window else [])]
     assert not any("padded" in vars(block) for block in blocks)  # nothing asked for rectangles
     choose(False)
     assert_same(by_flash, attend_and_back(batch, window))
@@ -218,15 +218,15 @@ def test_shared_prompts_and_windows_equal_the_formula(choose, which, window):
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("which", list(SHARED)[:3])
 def test_images_whose_tokens_see_later_ones_equal_the_formula(choose, which, window):
-    layout = Layout(windowed=window is not None, vision=SeesAhead())
+    layout = RowLayout(windowed=window is not None, vision=SeesAhead())
     batch = pack(with_images(SHARED[which]), CPU, layout=layout)
     choose(True)
     by_flash = attend_and_back(batch, window)
-    assert "padded" not in vars(batch.image_block)
+    assert "padded" not in vars(batch.attention.images)
     choose(False)
     assert_same(by_flash, attend_and_back(batch, window))
-    without = dataclasses.replace(batch, image_block=None, windowed_image_block=None)
-    causal = attend_and_back(without, window)
+    batch.attention = dataclasses.replace(batch.attention, images=None, windowed_images=None)
+    causal = attend_and_back(batch, window)
     assert (causal[0] - by_flash[0]).abs().max() > 0.1
 
 
@@ -244,13 +244,13 @@ def on_all_ranks(packs):
         here = slice(rank * num_rows, (rank + 1) * num_rows)
         steps = []  # blocks, each with the rows whose keys it sees
         if batch.context.ring:
-            own, earlier, later = batch.blocks
+            own, earlier, later = batch.attention.blocks
             for hop in range(size):
                 source = (rank - hop) % size
                 block = own if hop == 0 else earlier if hop <= rank else later
                 steps.append((block, slice(source * num_rows, (source + 1) * num_rows)))
         else:
-            steps = [(block, slice(None)) for block in batch.blocks]
+            steps = [(block, slice(None)) for block in batch.attention.blocks]
         options = Options(0.3)
         out, lse = attend(q[here], ((b, k[keys], v[keys]) for b, keys in steps), options)
         for block, keys in steps:
@@ -268,7 +268,7 @@ def test_context_ranks_equal_the_formula(choose, ring, size):
     # One sequence of so few rows that a chunk has only one.
     whole = groups([(240, [20]), (3, [2]), (7, [30])])
     packs = [
-        pack(whole, CPU, layout=Layout(context=Context(None, rank, size, ring=ring)))
+        pack(whole, CPU, layout=RowLayout(context=Context(None, rank, size, ring=ring)))
         for rank in range(size)
     ]
     choose(True)
@@ -283,7 +283,9 @@ def test_context_ranks_equal_the_formula(choose, ring, size):
 )
 def test_pairs_of_one_query_stay_out_of_the_path_for_decoding(choose, context):
     """The stand-in refuses it; here such blocks are shown to be there."""
-    blocks = pack(groups([(2, [2]), (1, [3])]), CPU, layout=Layout(context=context)).blocks
+    blocks = pack(
+        groups([(2, [2]), (1, [3])]), CPU, layout=RowLayout(context=context)
+    ).attention.blocks
     singles = [b for b in blocks if b.longest[0] == 1 and not b.causal]
     assert singles
     choose(True)
@@ -482,7 +484,7 @@ def fake_flash3():
 @pytest.mark.parametrize("which", ["long and short prompts", "single sequences"])
 def test_softcaps_by_flash_attn_2_equal_the_formula(choose, install, which, window):
     install(fake_flash2("2.8.3.post2"))
-    batch = pack(SHARED[which], CPU, layout=Layout(windowed=window is not None))
+    batch = pack(SHARED[which], CPU, layout=RowLayout(windowed=window is not None))
     choose(True)
     by_flash = attend_and_back(batch, window, softcap=2.0)
     choose(False)
@@ -494,7 +496,7 @@ def test_softcaps_by_flash_attn_2_equal_the_formula(choose, install, which, wind
 @pytest.mark.parametrize("which", ["long and short prompts", "single sequences"])
 def test_flash_attention_3_equals_the_formula(choose, install, which, window):
     install(fake_flash3())
-    batch = pack(SHARED[which], CPU, layout=Layout(windowed=window is not None))
+    batch = pack(SHARED[which], CPU, layout=RowLayout(windowed=window is not None))
     choose(True)
     by_flash = attend_and_back(batch, window)
     choose(False)
@@ -605,6 +607,6 @@ def test_a_ring_with_a_softcap_is_not_for_ring_flash_attn(choose, monkeypatch):
     choose(True)
     monkeypatch.setattr(ring_package, "kernel", lambda: pytest.fail("asked for its kernel"))
     monkeypatch.setattr(attention.Attention, "apply", lambda q, *rest: q)
-    batch = pack([], CPU, layout=Layout(context=Context(None, 0, 2, ring=True)))
+    batch = pack([], CPU, layout=RowLayout(context=Context(None, 0, 2, ring=True)))
     q = torch.randn(1, 8, len(batch.inputs), 16)
     packed_attention(torch.nn.Identity(), q, q, q, None, pack=batch, softcap=2.0)

@@ -21,7 +21,7 @@ from harness import RankFailed, ranks
 from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
@@ -108,9 +108,9 @@ def attend_and_back(
 ):
     """The output of a layer and the gradients; in float32, which no kernel of CUDA takes, by the
     formula."""
-    layout = Layout(windowed=window is not None, vision=SeesAhead() if images else None)
+    layout = RowLayout(windowed=window is not None, vision=SeesAhead() if images else None)
     batch = pack(with_images(siblings()) if images else siblings(), device, layout=layout)
-    assert bool(batch.image_block) == images
+    assert bool(batch.attention.images) == images
     torch.manual_seed(0)
     shapes = [(1, heads, len(batch.inputs), head_dim) for heads in (8, 2, 2)]
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
@@ -122,7 +122,7 @@ def attend_and_back(
         leaves.append(options["s_aux"])
     out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **options)
     gradients = torch.autograd.grad(out, leaves, grad)
-    by_formula = any("padded" in vars(block) for block in batch.blocks)
+    by_formula = any("padded" in vars(block) for block in batch.attention.blocks)
     assert by_formula == (dtype == torch.float32 or device.type == "cpu") or window
     return out, *gradients
 
@@ -170,7 +170,9 @@ def test_deterministic_gradients_are_the_same_each_time(device, softcap, head_di
 @pytest.mark.parametrize("context", [Context(None, 0, 2, ring=True), Context(None, 1, 2)])
 def test_pairs_of_one_query_equal_the_formula_in_float32(device, context):
     """Where FlashAttention-2 has a path for decoding (`flash._longest`)."""
-    blocks = pack(groups([(2, [2]), (1, [3])]), device, layout=Layout(context=context)).blocks
+    blocks = pack(
+        groups([(2, [2]), (1, [3])]), device, layout=RowLayout(context=context)
+    ).attention.blocks
     singles = [b for b in blocks if b.longest[0] == 1 and not b.causal]
     assert singles
     torch.manual_seed(0)
@@ -195,7 +197,9 @@ def test_ring_emulated_on_one_device_equals_one_rank(device, size):
     """What every rank of a ring would compute, hop by hop, with keys handed over by indexing
     instead of a network."""
     packs = [
-        pack(siblings()[::4], device, layout=Layout(context=Context(None, rank, size, ring=True)))
+        pack(
+            siblings()[::4], device, layout=RowLayout(context=Context(None, rank, size, ring=True))
+        )
         for rank in range(size)
     ]
     rows = len(packs[0].inputs)
@@ -212,7 +216,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(device, size):
         gradients.append([torch.zeros_like(x, dtype=torch.float32) for x in flash[name]])
     for rank, batch in enumerate(packs):
         q = flash["q"][rank]
-        own, earlier, later = batch.blocks
+        own, earlier, later = batch.attention.blocks
         hops = [(own, rank)]
         for hop in range(1, size):
             hops.append((earlier if hop <= rank else later, (rank - hop) % size))
@@ -236,8 +240,10 @@ def test_ring_emulated_on_one_device_equals_one_rank(device, size):
     leaves = [whole[name].clone().requires_grad_() for name in ("q", "k", "v")]
     gathered = [
         pack(
-            siblings()[::4], device, layout=Layout(context=Context(None, rank, size), windowed=True)
-        ).windowed_block
+            siblings()[::4],
+            device,
+            layout=RowLayout(context=Context(None, rank, size), windowed=True),
+        ).attention.windowed
         for rank in range(size)
     ]
     exact = torch.cat(

@@ -62,9 +62,9 @@ def fake_batch(rows, logprobs, ref):
     num = len(batch.inputs)
     of_rows = torch.zeros(num, dtype=torch.float64)
     of_ref = torch.zeros(num, dtype=torch.float64)
-    ends = np.cumsum(batch.lengths) - 1
-    for sequence, ids in enumerate(batch.sequence_ids):
-        if batch.loss_tokens[sequence]:
+    ends = np.cumsum(batch.sequences.lengths) - 1
+    for sequence, ids in enumerate(batch.sequences.ids):
+        if batch.sequences.loss_tokens[sequence]:
             of_rows[ends[sequence]] = logprobs[ids[0]]
             of_ref[ends[sequence]] = ref[ids[0]]
     return batch, of_rows, of_ref
@@ -128,7 +128,7 @@ def test_the_loss_and_its_gradient_are_those_of_trl(loss):
     )
     others.old_logprobs, others.ref_logprobs = of_others, ref_of_others
     packed.ref_logprobs = ref
-    packed.baseline = preference.kto_baseline([others], lambda sums: sums)
+    packed.preference.baseline = preference.kto_baseline([others], lambda sums: sums)
     own = logprobs.clone().requires_grad_()
     per_answer, metrics = preference.kto(cfg).token_loss(packed, own, None)
     per_answer.mean().backward()
@@ -137,17 +137,19 @@ def test_the_loss_and_its_gradient_are_those_of_trl(loss):
     parts = unpack_in_order(own.grad, packed)
     gradient = torch.stack([part.sum() for part in map(torch.as_tensor, parts)])
     assert torch.allclose(gradient, leaf.grad, rtol=1e-12, atol=0)
-    assert packed.baseline.item() == pytest.approx((values["kl"] - values["ref_kl"]).mean())
+    assert packed.preference.baseline.item() == pytest.approx(
+        (values["kl"] - values["ref_kl"]).mean()
+    )
     if loss == "kto":
         assert metrics["kl"][0].item() == pytest.approx(trainer._metrics["train"]["kl"][0])
 
 
 def unpack_in_order(values, batch):
     """The value at the end of each answer, by group."""
-    ends = np.cumsum(batch.lengths) - 1
+    ends = np.cumsum(batch.sequences.lengths) - 1
     found = {}
-    for sequence, (group, _, _) in enumerate(batch.sequence_ids):
-        if batch.loss_tokens[sequence]:
+    for sequence, (group, _, _) in enumerate(batch.sequences.ids):
+        if batch.sequences.loss_tokens[sequence]:
             found[group] = values[ends[sequence]]
     return [found[group] for group in sorted(found)]
 

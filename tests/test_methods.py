@@ -11,7 +11,7 @@ from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
 from minirl.algo.correction import bounded_exp
 from minirl.base.errors import UserError
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
@@ -641,7 +641,7 @@ def spread(mesh, budget):
     gradients that need sums over sequences or prompts."""
     whole = answers()
     (micros,) = exchange(whole[mesh.rank :: mesh.world_size], mesh, budget)
-    batches = [pack(m, CPU, layout=Layout(context=mesh.context)) for m in micros]
+    batches = [pack(m, CPU, layout=RowLayout(context=mesh.context)) for m in micros]
     for b in batches:
         b.old_logprobs, b.ref_logprobs = (
             lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref")

@@ -21,7 +21,7 @@ import tiny
 from harness import ranks
 from minirl.base.errors import UserError
 from minirl.batch import attention_plan
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig, ScratchConfig
 from minirl.data import chat
@@ -153,7 +153,7 @@ def naive_attention(q, k, v, sinks, batch, window, softcap):
 @pytest.mark.parametrize("short", [128, 10])
 def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, extra, short):
     monkeypatch.setattr(attention_plan, "SHORT_PROMPT", short)
-    batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
+    batch = pack(groups(spec), CPU, layout=RowLayout(windowed=window is not None))
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, len(batch.inputs), 6, dtype=torch.float64, requires_grad=True)
@@ -187,7 +187,7 @@ def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, 
 def test_kernels_agree(monkeypatch, spec, window):
     """torch's kernel for CPU and the formula, in float32 and bfloat16, forward and backward."""
     monkeypatch.setattr(attention_plan, "SHORT_PROMPT", 10)
-    batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
+    batch = pack(groups(spec), CPU, layout=RowLayout(windowed=window is not None))
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, len(batch.inputs), 6) for heads in (4, 2, 2)]
     direction = torch.randn(1, len(batch.inputs), 4, 6)

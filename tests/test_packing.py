@@ -17,7 +17,7 @@ from harness import RankFailed, ranks
 from minirl.algo import normalize
 from minirl.base.errors import UserError
 from minirl.batch import attention_plan
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import _Header, exchange, partition, pieces
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
@@ -78,9 +78,9 @@ def test_pack_gives_the_worked_example_of_types():
     assert batch.loss_mask.tolist() == [False, True, True]
     assert batch.engine_logprobs.tolist() == pytest.approx([0, -0.3, -0.1])
     assert batch.loss_rows.tolist() == [1, 2]
-    assert batch.lengths == (3,)
-    assert batch.loss_tokens.tolist() == [2]
-    (block,) = batch.blocks
+    assert batch.sequences.lengths == (3,)
+    assert batch.sequences.loss_tokens.tolist() == [2]
+    (block,) = batch.attention.blocks
     assert block.causal and block.rows is None and block.key_rows is None
     assert block.cu_queries.tolist() == block.cu_keys.tolist() == [0, 3]
     assert block.longest == (3, 3)
@@ -91,7 +91,7 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     answer."""
     (block,) = pack(
         [trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU
-    ).blocks  # a short prompt goes with each answer's keys
+    ).attention.blocks  # a short prompt goes with each answer's keys
     assert block.rows is None and block.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
     assert block.cu_queries.tolist() == [0, 2, 3, 5] and block.cu_keys.tolist() == [0, 2, 5, 9]
     monkeypatch.setattr(attention_plan, "SHORT_PROMPT", 1)
@@ -103,9 +103,9 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     assert batch.positions.tolist() == [0, 1, 2, 2, 3]
     assert batch.loss_mask.tolist() == [False, False, True, True, True]
     assert batch.loss_rows.tolist() == [2, 3, 4]
-    assert batch.lengths == (2, 1, 2)
-    assert batch.loss_tokens.tolist() == [0, 1, 2]
-    own, prompt = batch.blocks
+    assert batch.sequences.lengths == (2, 1, 2)
+    assert batch.sequences.loss_tokens.tolist() == [0, 1, 2]
+    own, prompt = batch.attention.blocks
     assert own.causal and own.cu_queries.tolist() == own.cu_keys.tolist() == [0, 2, 3, 5]
     assert (
         not prompt.causal
@@ -114,8 +114,10 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     )  # both answers as one pair
     assert prompt.cu_queries.tolist() == [0, 3] and prompt.cu_keys.tolist() == [0, 2]
     assert (
-        batch.windowed_block is None
-        and pack([trajectory([7, 8], 1)], CPU, layout=Layout(windowed=True)).windowed_block.causal
+        batch.attention.windowed is None
+        and pack(
+            [trajectory([7, 8], 1)], CPU, layout=RowLayout(windowed=True)
+        ).attention.windowed.causal
     )
     assert batch.temperature == 0.7
     dtypes = {
@@ -148,7 +150,7 @@ def pairs(block, num_rows):
 def seen(batch, parts=None, positions=None):
     """(row, key rows that it sees, in the order of their `positions`) of every row."""
     keys_of = {row: [] for row in range(len(batch.inputs))}
-    for block in parts or batch.blocks:
+    for block in parts or batch.attention.blocks:
         for rows, keys in pairs(block, len(batch.inputs)):
             for i, row in enumerate(rows):
                 keys_of[row] += keys[: len(keys) - len(rows) + i + 1] if block.causal else keys
@@ -199,10 +201,10 @@ def test_every_sampled_token_is_in_the_loss_once_and_sees_its_own_past(order):
     whole = groups(SPEC)
     if order == "shuffled":
         whole = [whole[i] for i in np.random.default_rng(5).permutation(len(whole))]
-    batch = pack(whole, CPU, layout=Layout(windowed=True))
+    batch = pack(whole, CPU, layout=RowLayout(windowed=True))
     assert (
         in_the_loss(batch)
-        == in_the_loss(batch, [batch.windowed_block])
+        == in_the_loss(batch, [batch.attention.windowed])
         == expected_in_the_loss(whole)
     )
     assert all(keys[-1] == row for row, keys in seen(batch))
@@ -237,7 +239,7 @@ def test_nothing_packs_to_one_row_outside_the_loss():
     batch = pack([], CPU)
     assert (
         batch.inputs.shape,
-        batch.lengths,
+        batch.sequences.lengths,
         batch.loss_mask.tolist(),
         batch.loss_rows.tolist(),
     ) == ((1,), (1,), [False], [])
@@ -246,7 +248,7 @@ def test_nothing_packs_to_one_row_outside_the_loss():
 @pytest.mark.usefixtures("_prompts")
 @pytest.mark.parametrize(
     "layout",
-    [Layout(windowed=True), Layout(windowed=True, context=Context(None, 1, 2))],
+    [RowLayout(windowed=True), RowLayout(windowed=True, context=Context(None, 1, 2))],
     ids=["whole", "context"],
 )
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_nothing_packs_to_one_row_outside_the_loss():
 )
 def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
     batch = pack(whole, CPU, layout=layout)
-    for block in (*batch.blocks, batch.windowed_block):
+    for block in (*batch.attention.blocks, batch.attention.windowed):
         expected = sorted(pairs(block, len(batch.inputs)))
         flat = torch.cat([r.queries.rows.flatten() for r in block.padded.rectangles])
         places = block.padded.places
@@ -307,11 +309,11 @@ def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, mul
         pack(
             whole,
             CPU,
-            layout=Layout(multiple=multiple, windowed=True, context=Context(None, rank, size)),
+            layout=RowLayout(multiple=multiple, windowed=True, context=Context(None, rank, size)),
         )
         for rank in range(size)
     ]
-    assert len({b.lengths for b in batches}) == 1 and all(
+    assert len({b.sequences.lengths for b in batches}) == 1 and all(
         len(b.inputs) % multiple == 0 for b in batches
     )
     everywhere = torch.cat([b.inputs for b in batches]), torch.cat([b.positions for b in batches])
@@ -319,14 +321,15 @@ def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, mul
         x for b in batches for x in in_the_loss(b, None, everywhere)
     ) == expected_in_the_loss(whole)
     assert sorted(
-        x for b in batches for x in in_the_loss(b, [b.windowed_block], everywhere)
+        x for b in batches for x in in_the_loss(b, [b.attention.windowed], everywhere)
     ) == expected_in_the_loss(whole)
     single = pack(whole, CPU)
-    filled = len(batches[0].loss_tokens) - len(
-        single.loss_tokens
+    filled = len(batches[0].sequences.loss_tokens) - len(
+        single.sequences.loss_tokens
     )  # a sequence that fills rows up to the multiple
     assert all(
-        b.loss_tokens.tolist() == single.loss_tokens.tolist() + [0] * filled for b in batches
+        b.sequences.loss_tokens.tolist() == single.sequences.loss_tokens.tolist() + [0] * filled
+        for b in batches
     )
     for aggregation in ("token", "sequence", "fixed"):
         assert sum(normalize.count(b, aggregation) for b in batches).item() == pytest.approx(
@@ -343,7 +346,7 @@ def test_work_is_even_over_context_ranks():
     """One sequence of 64 rows: 64 * 65 / 2 = 2080 pairs of query and key, in zigzag 520 for each of
     4 ranks but for the diagonal."""
     batches = [
-        pack(groups([(1, [64])]), CPU, layout=Layout(context=Context(None, rank, 4)))
+        pack(groups([(1, [64])]), CPU, layout=RowLayout(context=Context(None, rank, 4)))
         for rank in range(4)
     ]
     assert [sum(len(keys) for _, keys in seen(b, positions=torch.arange(64))) for b in batches] == [

@@ -80,10 +80,10 @@ def test_rows_have_the_routes_of_their_input_tokens():
     batch = pack([one, two, plain], torch.device("cpu"))
     assert batch.routes.dtype == torch.int16 and batch.routes.shape[1:] == (LAYERS, TOP_K)
     num_prompt = int(one.sampled.argmax())
-    parts = batch.routes.split(batch.lengths)
+    parts = batch.routes.split(batch.sequences.lengths)
     assert len(parts) == 4 and len(parts[0]) == num_prompt - 1
     assert np.array_equal(parts[0], one.routes[: num_prompt - 1])
-    of_sibling = dict(zip(batch.sequence_ids[1:], parts[1:], strict=True))
+    of_sibling = dict(zip(batch.sequences.ids[1:], parts[1:], strict=True))
     for t in (one, two):
         part = of_sibling[t.group, t.episode, t.segment].numpy()
         known = t.routes[num_prompt - 1 : len(t.tokens) - 1]

@@ -184,7 +184,7 @@ def passes(mesh, folder, num_epochs, num_minibatches):
     update = policy.update
 
     def note(minibatch, loss, lr):
-        own = [int(rows) for batch in minibatch for rows in batch.loss_tokens.tolist()]
+        own = [int(rows) for batch in minibatch for rows in batch.sequences.loss_tokens.tolist()]
         num_tokens = round(mesh.data_sums(torch.tensor(sum(own), dtype=torch.float64)).item())
         updated.append((num_tokens, round(lr * 1e6)))
         return update(minibatch, loss, lr)

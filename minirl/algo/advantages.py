@@ -301,7 +301,7 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
         turns = torch.zeros_like(penalty)
     else:
         turns = torch.where(batch.loss_mask, batch.turn_rewards, 0.0).double()
-    remaining = to_rows(batch.rewards - sequence_sums(turns, batch), batch)
+    remaining = to_rows(batch.sequences.rewards - sequence_sums(turns, batch), batch)
     return torch.where(is_last, remaining, 0.0) + turns - penalty
 
 
@@ -352,12 +352,12 @@ def _sequences_in_loss(batch: Packed, penalty: Tensor) -> np.ndarray:
         batch: the micro-batch.
         penalty: the penalty of each token, float64 [T].
     """
-    table = np.empty(len(batch.sequence_ids), SEQUENCE)
-    ids = np.array(batch.sequence_ids, np.int64).reshape(-1, 3)
+    table = np.empty(len(batch.sequences.ids), SEQUENCE)
+    ids = np.array(batch.sequences.ids, np.int64).reshape(-1, 3)
     table["group"], table["episode"], table["segment"] = ids.T
-    table["reward"] = batch.rewards.cpu().numpy()
+    table["reward"] = batch.sequences.rewards.cpu().numpy()
     table["penalty"] = sequence_sums(penalty, batch).cpu().numpy()
-    return table[(batch.loss_tokens > 0).cpu().numpy()]
+    return table[(batch.sequences.loss_tokens > 0).cpu().numpy()]
 
 
 def _is_new(table: np.ndarray, *names: str) -> np.ndarray:
@@ -398,13 +398,13 @@ def _by_group(
     estimates = call_checked(estimator, name, every, rewards, torch.from_numpy(groups).long())
 
     # 4. Every row of a sequence gets the advantage of its episode.
-    local_groups = [group for batch in batches for group, _, _ in batch.sequence_ids]
+    local_groups = [group for batch in batches for group, _, _ in batch.sequences.ids]
     is_local = np.isin(episodes["group"], local_groups)
     local_episodes = episodes[["group", "episode"]][is_local].tolist()
     advantage_of = dict(zip(local_episodes, estimates.numpy()[is_local].tolist(), strict=True))
     values = []
     for batch in batches:
-        per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequence_ids]
+        per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequences.ids]
         as_tensor = torch.tensor(per_sequence, dtype=torch.float64, device=batch.inputs.device)
         values.append(to_rows(as_tensor, batch))
     return values

@@ -130,7 +130,7 @@ def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor
             return values
         per_sequence = sequence_sums(values, batch)
         if cfg.level == "geometric":
-            per_sequence = per_sequence / batch.loss_tokens.clamp(min=1)
+            per_sequence = per_sequence / batch.sequences.loss_tokens.clamp(min=1)
         return to_rows(per_sequence, batch)
 
     ratio = bounded_exp(at_level(log_ratio))

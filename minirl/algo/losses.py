@@ -125,7 +125,7 @@ def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
     gradient is 0, as in verl.
     """
     sums = sequence_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch)
-    means = sums / batch.loss_tokens.clamp(min=1)
+    means = sums / batch.sequences.loss_tokens.clamp(min=1)
     return to_rows(means.clamp(max=MAX_MEAN_LOG_RATIO).exp(), batch)
 
 

@@ -20,7 +20,9 @@ def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
 
     Rows that other context ranks hold are included.
     """
-    sums = values.new_zeros(len(batch.lengths)).index_add(0, _sequence_of_row(batch), values)
+    sums = values.new_zeros(len(batch.sequences.lengths)).index_add(
+        0, _sequence_of_row(batch), values
+    )
     if batch.context is None:
         return sums
     # The loss is the sum of all ranks' losses, so the gradient of each of them by this sum counts,
@@ -30,13 +32,13 @@ def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
 
 def to_rows(per_sequence: Tensor, batch: Packed) -> Tensor:
     """Return each sequence's value at each of its rows: [S] -> [T]."""
-    lengths = torch.tensor(batch.lengths).to(per_sequence.device, non_blocking=True)
+    lengths = torch.tensor(batch.sequences.lengths).to(per_sequence.device, non_blocking=True)
     return torch.repeat_interleave(per_sequence, lengths, output_size=len(batch.inputs))
 
 
 def _sequence_of_row(batch: Packed) -> Tensor:
     """Return the number of each row's sequence, int64 [T]."""
-    return to_rows(torch.arange(len(batch.lengths), device=batch.inputs.device), batch)
+    return to_rows(torch.arange(len(batch.sequences.lengths), device=batch.inputs.device), batch)
 
 
 def over_sequences(function: Callable[..., Tensor], batch: Packed, *values: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def over_sequences(function: Callable[..., Tensor], batch: Packed, *values: Tens
     # position), rows outside the loss last.
     sort_key = sequence * (1 << 32) + position
     order = sort_key.masked_fill(~in_loss, torch.iinfo(torch.int64).max).argsort()
-    loss_rows = order[: int(batch.loss_tokens.sum())]
+    loss_rows = order[: int(batch.sequences.loss_tokens.sum())]
 
     result = function(sequence[loss_rows], *(all_rows(x)[loss_rows] for x in values))
     everywhere = result.new_zeros(len(sequence)).index_copy_(0, loss_rows, result)
@@ -87,13 +89,17 @@ def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
     if aggregation == "pair":
         num_ranks = batch.context.size if batch.context else 1
         device = batch.inputs.device
-        return torch.full((len(batch.pairs),), 1 / num_ranks, dtype=torch.float64, device=device)
+        return torch.full(
+            (len(batch.preference.answers),), 1 / num_ranks, dtype=torch.float64, device=device
+        )
     mask = batch.loss_mask.double()
     if aggregation == "token":
         return mask
     if aggregation == "fixed":
         return mask / fixed_length
-    num_tokens = batch.group_tokens if aggregation == "prompt" else batch.loss_tokens
+    num_tokens = (
+        batch.sequences.group_tokens if aggregation == "prompt" else batch.sequences.loss_tokens
+    )
     return mask / to_rows(num_tokens.double().clamp(min=1), batch)
 
 

@@ -54,8 +54,8 @@ def reward_model(cfg: RewardModelLossConfig) -> Loss:
 
     def loss(batch: Packed, scores: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         last_scores = sequence_sums(scores * batch.is_last_row, batch)
-        chosen, rejected = last_scores[batch.pairs].unbind(1)
-        better, worse = batch.rewards.to(scores.dtype)[batch.pairs].unbind(1)
+        chosen, rejected = last_scores[batch.preference.answers].unbind(1)
+        better, worse = batch.sequences.rewards.to(scores.dtype)[batch.preference.answers].unbind(1)
         with torch.no_grad():
             metrics = {
                 "accuracy": (chosen > rejected).double(),
@@ -77,12 +77,12 @@ def dpo(cfg: DPOLossConfig) -> Loss:
     """
 
     def loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-        lengths = batch.loss_tokens.clamp(min=1)
+        lengths = batch.sequences.loss_tokens.clamp(min=1)
         policy = sequence_sums(logprobs, batch)
         ref = sequence_sums(batch.ref_logprobs.to(logprobs.dtype), batch)
         log_ratio = (policy - ref) / (lengths if cfg.length_normalized else 1)
-        chosen, rejected = log_ratio[batch.pairs].unbind(1)
-        likelihood = (policy / lengths)[batch.pairs[:, 0]]
+        chosen, rejected = log_ratio[batch.preference.answers].unbind(1)
+        likelihood = (policy / lengths)[batch.preference.answers[:, 0]]
         with torch.no_grad():
             metrics = {
                 "accuracy": (chosen > rejected).double(),
@@ -112,10 +112,10 @@ def kto_value(log_ratio: Tensor, desirable: Tensor, kl: Tensor, cfg: KTOLossConf
 
 
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, batch: Packed) -> Tensor:
-    """Return log(pi / ref) of each answer of `batch.pairs`, which are single ones; [P]."""
+    """Return log(pi / ref) of answers that were judged alone, [P]."""
     policy = sequence_sums(logprobs, batch)
     ref = sequence_sums(ref_logprobs.to(logprobs.dtype), batch)
-    return (policy - ref)[batch.pairs[:, 0]]
+    return (policy - ref)[batch.preference.answers[:, 0]]
 
 
 @torch.no_grad()
@@ -147,8 +147,8 @@ def kto(cfg: KTOLossConfig) -> Loss:
 
     def loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         log_ratio = log_ratios(logprobs, batch.ref_logprobs, batch)
-        desirable = batch.rewards[batch.pairs[:, 0]] > 0
-        kl = batch.baseline.to(log_ratio)
+        desirable = batch.sequences.rewards[batch.preference.answers[:, 0]] > 0
+        kl = batch.preference.baseline.to(log_ratio)
         with torch.no_grad():
             reward = cfg.beta * log_ratio
             baseline = cfg.beta * kl

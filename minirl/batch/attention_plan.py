@@ -3,7 +3,6 @@
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from minirl.data.vision_base import Vision
 from minirl.parallel import context as cp
-from minirl.types.blocks import Block, Padded, Rectangle, RowIndex
+from minirl.types.blocks import AttentionPlan, Block, Padded, Rectangle, RowIndex
 from minirl.types.packed import Context, Trajectory
 
 # A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a
@@ -41,13 +40,13 @@ class Sequence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RowLayout:
     """What a model on its mesh asks of the rows of a micro-batch."""
 
     # The number of rows on a rank is a multiple of this (sequence parallelism cuts them evenly).
     multiple: int = 1
     context: Context | None = None
-    windowed: bool = False  # Some layers see a sliding window, and want `Packed.windowed_block`.
+    windowed: bool = False  # Some layers see a sliding window, and want `AttentionPlan.windowed`.
     vision: Vision | None = None  # Of a model that reads images.
     # Rows that the convolution of a layer with a state sees, its own included; such layers want
     # `Packed.recurrence`. 0: there are none.
@@ -67,22 +66,13 @@ class _Chunk:
     sequence: Sequence
 
 
-class Blocks(NamedTuple):
-    """What of `Packed` says who sees whom."""
-
-    blocks: tuple[Block, ...]
-    windowed_block: Block | None
-    image_block: Block | None
-    windowed_image_block: Block | None
-
-
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy an array to a device, without waiting for the copy."""
     return torch.from_numpy(values).to(device, dtype, non_blocking=True)
 
 
-def build(sequences: list[Sequence], layout: Layout, device: torch.device) -> Blocks:
-    """Return the blocks of `Packed`, for sequences that lie end to end.
+def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) -> AttentionPlan:
+    """Return who sees whom, for sequences that lie end to end.
 
     Args:
         sequences: of the micro-batch, in order.
@@ -95,13 +85,11 @@ def build(sequences: list[Sequence], layout: Layout, device: torch.device) -> Bl
     if layout.windowed:
         seen = [np.concatenate([c.prompt, c.earlier, c.keys]) for c in chunks]
         windowed_block = _block(rows, seen, True, device)
-    windowed_image_block = _image_block(chunks, layout, device)
-    image_block = windowed_image_block
-    if layout.vision and layout.vision.sees_ahead == "windowed":
-        image_block = None
-    of_layers = (windowed_block, image_block, windowed_image_block)
+    image_block = _image_block(chunks, layout, device)
+    sees_in_windows_only = layout.vision and layout.vision.sees_ahead == "windowed"
+    for_layers = (windowed_block, None if sees_in_windows_only else image_block, image_block)
     if layout.context and layout.context.ring:
-        return Blocks(_ring(rows, device), *of_layers)
+        return AttentionPlan(_ring(rows, device), *for_layers)
 
     # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
     keys = []
@@ -126,10 +114,10 @@ def build(sequences: list[Sequence], layout: Layout, device: torch.device) -> Bl
         prompts.append(siblings[0].prompt)
     if prompts:
         blocks.append(_block(queries, prompts, False, device))
-    return Blocks(tuple(blocks), *of_layers)
+    return AttentionPlan(tuple(blocks), *for_layers)
 
 
-def _image_block(chunks: list[_Chunk], layout: Layout, device: torch.device) -> Block | None:
+def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) -> Block | None:
     """Return the block in which the rows of an image see the later ones of the same image.
 
     Seen from behind it is causal: with both queries and keys in reverse, the last key that a row

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.batch import routes
-from minirl.batch.attention_plan import Layout, Sequence, build, on_device
+from minirl.batch.attention_plan import RowLayout, Sequence, build, on_device
 from minirl.batch.recurrence import build_recurrence
 from minirl.parallel import context as cp
-from minirl.types.packed import Packed, Trajectory, prompt_length
+from minirl.types.packed import Packed, Preference, Sequences, Trajectory, prompt_length
 
-_PLAIN_LAYOUT = Layout()
+_PLAIN_LAYOUT = RowLayout()
 
 
 def shared_part(t: Trajectory) -> bytes:
@@ -55,7 +55,7 @@ def _filler(num_rows: int) -> Sequence:
     return Sequence(trajectory, 0, num_rows)
 
 
-def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[Sequence]:
+def _lay_out(trajectories: list[Trajectory], layout: RowLayout) -> list[Sequence]:
     """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
     context = layout.context
     on_ring = context and context.ring  # where no rank has all keys of a prompt
@@ -100,7 +100,7 @@ def pack(
     device: torch.device,
     temperature: float = 1.0,
     *,
-    layout: Layout = _PLAIN_LAYOUT,
+    layout: RowLayout = _PLAIN_LAYOUT,
     pairs: bool = False,
     single: bool = False,
 ) -> Packed:
@@ -132,17 +132,19 @@ def pack(
         positions=on_device(np.concatenate(positions), device),
         loss_mask=on_device(loss_mask, device, torch.bool),
         loss_rows=on_device(np.flatnonzero(loss_mask), device),
-        lengths=tuple(map(len, positions)),
-        loss_tokens=on_device(np.array(loss_tokens), device),
-        group_tokens=on_device(np.array([t.group_tokens for t in owners]), device),
-        rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
-        sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
-        **build(sequences, layout, device)._asdict(),
+        is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
+        sequences=Sequences(
+            ids=tuple((t.group, t.episode, t.segment) for t in owners),
+            lengths=tuple(map(len, positions)),
+            loss_tokens=on_device(np.array(loss_tokens), device),
+            group_tokens=on_device(np.array([t.group_tokens for t in owners]), device),
+            rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
+        ),
+        attention=build(sequences, layout, device),
         recurrence=build_recurrence(sequences, layout, device),
         context=layout.context,
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),
-        is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
         routes=_routes(sequences, positions, device),
     )
     turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
@@ -153,7 +155,9 @@ def pack(
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)
     if pairs or single:
-        batch.pairs = on_device(_answers(batch, loss_tokens, 2 if pairs else 1), device)
+        answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequences.ids.__getitem__)
+        units = np.array(answers, np.int64).reshape(-1, 2 if pairs else 1)
+        batch.preference = Preference(answers=on_device(units, device))
     return batch
 
 
@@ -167,12 +171,6 @@ def _routes(
     of_trajectories = [q.trajectory.routes for q in sequences]
     of_rows = routes.of_rows(of_trajectories, positions, [q.stop for q in sequences])
     return None if of_rows is None else on_device(of_rows, device, torch.int16)
-
-
-def _answers(batch: Packed, loss_tokens: list[int], size: int) -> np.ndarray:
-    """Return the sequences in the loss, which are answers, in their order; int64 [P, size]."""
-    answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
-    return np.array(answers, np.int64).reshape(-1, size)
 
 
 def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
@@ -193,8 +191,8 @@ def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> lis
         for t, start in zip(trajectories, starts, strict=True)
     }
     # A sequence that only fills rows has no start, and no rows in the loss.
-    start_of_sequence = [start_of.get(ids, 0) for ids in batch.sequence_ids]
-    start_of_row = on_device(np.repeat(start_of_sequence, batch.lengths), values.device)
+    start_of_sequence = [start_of.get(ids, 0) for ids in batch.sequences.ids]
+    start_of_row = on_device(np.repeat(start_of_sequence, batch.sequences.lengths), values.device)
     places = start_of_row + batch.positions + 1
     whole = values.new_zeros(sum(lengths))
     whole = whole.index_copy(0, places[batch.loss_rows], values[batch.loss_rows])

@@ -5,14 +5,14 @@ import functools
 import numpy as np
 import torch
 
-from minirl.batch.attention_plan import Layout, Sequence, on_device
+from minirl.batch.attention_plan import RowLayout, Sequence, on_device
 from minirl.parallel import context as cp
 from minirl.types.blocks import CHUNK, Chunks, Recurrence, Span
 from minirl.types.packed import Context
 
 
 def build_recurrence(
-    sequences: list[Sequence], layout: Layout, device: torch.device
+    sequences: list[Sequence], layout: RowLayout, device: torch.device
 ) -> Recurrence | None:
     """Return `Packed.recurrence`, for sequences that lie end to end; None: it is not wanted.
 

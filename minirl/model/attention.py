@@ -126,17 +126,17 @@ def _refuse_forgotten_window(module: torch.nn.Module) -> None:
 
 def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int | None]:
     """Return the blocks of a layer, and its window, None if that hides no key."""
-    windowed = pack.windowed_block
+    plan = pack.attention
     if not window:
-        return pack.blocks + ((pack.image_block,) if pack.image_block else ()), None
-    of_images = (pack.windowed_image_block,) if pack.windowed_image_block else ()
-    if windowed is None:
+        return plan.blocks + ((plan.images,) if plan.images else ()), None
+    of_images = (plan.windowed_images,) if plan.windowed_images else ()
+    if plan.windowed is None:
         raise NotImplementedError(
-            f"a layer has a sliding window of {window}; pack with Layout(windowed=True)"
+            f"a layer has a sliding window of {window}; pack with RowLayout(windowed=True)"
         )
-    if pack.context is None and window >= windowed.longest[1]:
-        return pack.blocks + of_images, None
-    return (windowed, *of_images), window
+    if pack.context is None and window >= plan.windowed.longest[1]:
+        return plan.blocks + of_images, None
+    return (plan.windowed, *of_images), window
 
 
 def attend(

@@ -216,7 +216,8 @@ def _micro_batch(examples: list[Trajectory], policy: Policy, loss: LossName) -> 
     batch.ref_logprobs = zeros
     batch.values = zeros
     batch.returns = zeros
-    batch.baseline = torch.zeros((), device=DEVICE)
+    if batch.preference:
+        batch.preference.baseline = torch.zeros((), device=DEVICE)
     return batch
 
 

@@ -277,7 +277,7 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
         batches = make_minibatch(examples, policy, cfg.tokens_per_rank)
         lr = learning_rate(policy.cfg, step, sft.num_steps)
         metrics = policy.update(batches, losses.sft(), lr)
-        num_tokens += sum(sum(batch.lengths) for batch in batches)
+        num_tokens += sum(sum(batch.sequences.lengths) for batch in batches)
         log.scalars("sft", step, metrics, ("loss",))
         if policy.mesh.agree_to_stop():
             return None

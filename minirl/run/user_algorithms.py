@@ -82,9 +82,9 @@ def find_estimator(cfg: RLConfig) -> Estimator:
         in_loss = batch.loss_rows
         advantages.call_checked(estimator, name, in_loss, batch, rewards, cfg.algo)
     else:
-        in_loss = batch.loss_tokens > 0
-        groups = torch.tensor([group for group, _, _ in batch.sequence_ids])
-        rewards = batch.rewards[in_loss]
+        in_loss = batch.sequences.loss_tokens > 0
+        groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
+        rewards = batch.sequences.rewards[in_loss]
         every = torch.arange(len(rewards))
         advantages.call_checked(estimator, name, every, rewards, groups[in_loss])
     return estimator

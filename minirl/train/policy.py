@@ -20,7 +20,7 @@ from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.base.errors import require
 from minirl.base.log import Timer, say
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.vision import read_vision
@@ -107,7 +107,7 @@ class Policy:
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = read_vision(folder) if families.reads_images(self.model.config) else None
         # What `pack` must make of micro-batches for this model.
-        self.layout = Layout(
+        self.layout = RowLayout(
             multiple=mesh.tensor.size() if sequence_parallel else 1,
             context=mesh.context,
             windowed=families.windowed(self.model.config),

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from minirl.batch.attention_plan import Layout
+from minirl.batch.attention_plan import RowLayout
 from minirl.train.policy import Minibatch, Policy
 
 
@@ -34,7 +34,7 @@ class Reference:
             model.sleeper.sleep()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """Return what `pack` must make of micro-batches for it."""
         return (self.model or self.policy).layout
 

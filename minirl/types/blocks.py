@@ -74,6 +74,25 @@ class Block:
 
 
 @dataclass(frozen=True)
+class AttentionPlan:
+    """Who sees whom in a micro-batch.
+
+    With a context, key rows count in the gathered rows of all ranks, rank by rank (except on a
+    ring).
+    """
+
+    # Attention without a window, in parts: each sequence's own rows, and what it sees before them.
+    # On a context ring: own rows with own rows; all rows with the first halves of an earlier rank;
+    # second halves with all rows of a later rank.
+    blocks: tuple[Block, ...]
+    windowed: Block | None  # All of it as one causal block, for layers with a sliding window.
+    # Rows of images see the later ones of their own image, too. None: there are none, or the model
+    # is causal there, too. The second is for layers with a window.
+    images: Block | None
+    windowed_images: Block | None
+
+
+@dataclass(frozen=True)
 class Options:
     """What a layer asks of its attention."""
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
-    from minirl.types.blocks import Block, Recurrence
+    from minirl.types.blocks import AttentionPlan, Recurrence
     from minirl.types.images import ImageBatch, ImageSpan
 
 UNSET: Any = None  # The value of a field that a later stage of the step fills in.
@@ -84,6 +84,33 @@ class Context:
     ring: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """The S sequences of a micro-batch, in the order of their rows."""
+
+    ids: tuple[tuple[int, int, int], ...]  # (group, episode, segment).
+    # Number of rows, on the host so that no layer waits for the device.
+    lengths: tuple[int, ...]
+    # int64 [S]: number of targets in the loss, on all context ranks together.
+    loss_tokens: Tensor
+    # int64 [S]: number of targets in the loss of all answers to the same prompt, in any micro-batch
+    # and on any rank.
+    group_tokens: Tensor
+    # float64 [S]: reward of the episode. Rewards and ids have a meaning only for sequences with
+    # targets in the loss.
+    rewards: Tensor
+
+
+@dataclass(kw_only=True)
+class Preference:
+    """What a batch of judged answers has for the losses of reward models, DPO and KTO."""
+
+    # int64 [P, 2]: numbers of the chosen and the rejected sequence of each pair; [P, 1] where each
+    # answer was judged alone.
+    answers: Tensor
+    baseline: Tensor = UNSET  # float64 scalar of KTO: what log-ratios are compared with.
+
+
 @dataclass(kw_only=True)
 class Packed:
     """One micro-batch on the device: S sequences end to end on one axis of T rows, no padding.
@@ -93,50 +120,33 @@ class Packed:
     is the answer's first) and attends to the prompt's keys before its own.
 
     With a context, rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R,
-    in zigzag so that causal work is even. Key rows of the blocks then count in the gathered rows
-    of all ranks, rank by rank (except on a ring).
+    in zigzag so that causal work is even.
     """
 
     inputs: Tensor  # int64 [T]
     targets: Tensor  # int64 [T]: the next token of the same sequence.
     positions: Tensor  # int64 [T]: position of the input token in its trajectory.
+    is_last_row: Tensor  # bool [T]: the row is the last one of a trajectory.
     loss_mask: Tensor  # bool [T]: the target is in the loss.
     # int64 [N]: where `loss_mask` is True. The language-model head runs on these rows only.
     loss_rows: Tensor
-    # Number of rows of each sequence, on the host so that no layer waits for the device.
-    lengths: tuple[int, ...]
-    # int64 [S]: number of targets in the loss of each sequence, on all context ranks together.
-    loss_tokens: Tensor
-    # int64 [S]: number of targets in the loss of all answers to the sequence's prompt, in any
-    # micro-batch and on any rank.
-    group_tokens: Tensor
-    # float64 [S]: reward of the episode. It and `sequence_ids` have a meaning only for sequences
-    # with targets in the loss.
-    rewards: Tensor
-    sequence_ids: tuple[tuple[int, int, int], ...]  # (group, episode, segment) of each sequence.
-    # Attention without a window, in parts: each sequence's own rows, and what it sees before them.
-    # On a context ring: own rows with own rows; all rows with the first halves of an earlier rank;
-    # second halves with all rows of a later rank.
-    blocks: tuple[Block, ...]
-    windowed_block: Block | None = None  # All of it as one causal block, for sliding windows.
-    # Rows of images see the later ones of their own image, beside either. None: there are none, or
-    # the model is causal there, too. The second is of layers with a window.
-    image_block: Block | None = None
-    windowed_image_block: Block | None = None
+    sequences: Sequences
+    context: Context | None = None  # Ranks that hold the other parts of the same sequences.
+
+    # For the model.
+    attention: AttentionPlan
     recurrence: Recurrence | None = None  # For layers with a state.
     images: ImageBatch | None = None  # For a model that reads images.
-    is_last_row: Tensor  # bool [T]: the row is the last one of a trajectory.
-    # int64 [P, 2] of preference data: chosen and rejected sequence; [P, 1] of single answers.
-    pairs: Tensor = UNSET
-    baseline: Tensor = UNSET  # float64 scalar of KTO: what log-ratios are compared with.
-    context: Context | None = None  # Ranks that hold the other parts of the same sequences.
-    temperature: float = 1.0  # Log-probs are of logits divided by it.
-    # float32 [T]: what the engine said of the targets when it sampled them.
-    engine_logprobs: Tensor
-    # float32 [T]: the part of `rewards` that was given for the answers that end at the targets.
-    turn_rewards: Tensor | None = None
     # int16 [T, M, k]: the experts to which the engine sent the input tokens; -1: not known.
     routes: Tensor | None = None
+    temperature: float = 1.0  # Log-probs are of logits divided by it.
+
+    # For the loss.
+    preference: Preference = UNSET  # Of judged answers.
+    # float32 [T]: what the engine said of the targets when it sampled them.
+    engine_logprobs: Tensor
+    # float32 [T]: the part of the rewards that was given for the answers that end at the targets.
+    turn_rewards: Tensor | None = None
     # float [T] each, filled in by `Policy.annotate`: log-probs of the targets under the policy
     # before the step and under the reference, the policy's entropy, and the critic's values of what
     # stands before the targets.

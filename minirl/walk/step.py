@@ -193,7 +193,7 @@ class Walk(Trainer):
         )
         show("   in    answers of so many rows: {}", [len(t.tokens) - 1 for t in trajectories])
         batch = self.make_batches(trajectories)[0][0]
-        show("   out   prompts, and answers that share them: {}", batch.lengths)
+        show("   out   prompts, and answers that share them: {}", batch.sequences.lengths)
         show("         rows of each rank: {}", self.mesh.gather(len(batch.inputs)))
 
         station(
@@ -216,7 +216,7 @@ class Walk(Trainer):
             advantages.grpo,
         )
         self.assign_advantages([[batch]])
-        rewards = normalize.to_rows(batch.rewards, batch)
+        rewards = normalize.to_rows(batch.sequences.rewards, batch)
         for row in batch.is_last_row.nonzero().flatten()[:8]:  # an answer has one advantage
             show("   reward {:.3f} -> advantage {:+.3f}", rewards[row], batch.advantages[row])
         return batch

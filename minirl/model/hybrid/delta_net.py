@@ -80,7 +80,7 @@ def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: objec
     """
     recurrence = pack.recurrence
     if recurrence is None:
-        raise NotImplementedError("a layer has a state; pack with Layout(convolution=...)")
+        raise NotImplementedError("a layer has a state; pack with RowLayout(convolution=...)")
     if kwargs.get("attention_mask") is not None or kwargs.get("cache_params") is not None:
         raise NotImplementedError("a packed batch has no padding, and no cache")
 
