@@ -126,7 +126,6 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
         "positions": torch.int64,
         "loss_mask": torch.bool,
         "loss_rows": torch.int64,
-        "loss_tokens": torch.int64,
         "engine_logprobs": torch.float32,
         "turn_rewards": torch.float32,
     }
