@@ -71,7 +71,7 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cfg = RLConfig(output=folder, rollout=RolloutConfig(dump=True))
         policy: Any = SimpleNamespace(mesh=mesh, timer=Timer(mesh.device))
-        dump = Dump(cfg, policy, tokenizer)
+        dump = Dump(Path(cfg.output), policy, tokenizer)
         for step in range(options.steps):
             trajectories = [
                 sample(i // 8, i % 8, options.tokens, rng) for i in range(options.trajectories)

@@ -31,7 +31,7 @@ from minirl.plan.dryrun import trajectories
 from minirl.plan.load import Load
 from minirl.plan.meter import Meter
 from minirl.plan.shape import read_shape
-from minirl.run.throughput import Work, flops
+from minirl.run.metrics import StepWork, flops
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed
 
@@ -318,7 +318,8 @@ def count_flops(config: PretrainedConfig, load: Load) -> float:
     """Return the multiplications and additions that a step cannot do without."""
     shape = read_shape(config)
     batch = make_batch(load, torch.device("cpu"))
-    work = Work(rows=len(batch.inputs), loss_rows=len(batch.loss_rows), pairs=count_pairs(batch))
+    pairs = count_pairs(batch)
+    work = StepWork(rows=len(batch.inputs), loss_rows=len(batch.loss_rows), pairs=pairs)
     return load.num_micro * flops(shape, work)
 
 

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from minirl.run.report import OUTSIDE_STEPS, read_rows
+from minirl.run.metrics import OUTSIDE_STEPS
+from minirl.run.results import read_rows
 
 ROOT = Path(__file__).parent.parent
 WORDS = "configs/quickstart_rl.yaml"

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.lora import ROOT, WORDS, train
 from minirl.model.scratch import make_tokenizer
-from minirl.run.report import read_rows
+from minirl.run.results import read_rows
 
 MAX_LEN = 64  # Tokens of the longest prompt with its answer, and some to spare.
 

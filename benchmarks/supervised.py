@@ -25,8 +25,8 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.train.minibatches import make_minibatch
 from minirl.train.policy import Policy
+from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
 
 

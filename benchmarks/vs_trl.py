@@ -62,8 +62,8 @@ Side = Literal["minirl", "trl"]
 PROGRAMS: dict[str, tuple[type, Callable[[Any, Mesh], None]]] = {
     "grpo": (RLConfig, rl.Trainer.main),
     "sft": (SFTConfig, SupervisedTrainer.main),
-    "dpo": (DPOConfig, dpo.Trainer.main),
-    "rm": (RMConfig, rm.Trainer.main),
+    "dpo": (DPOConfig, dpo.DPOTrainer.main),
+    "rm": (RMConfig, rm.RewardModelTrainer.main),
 }
 REWARD = """def count_letters(completions, **_):
     return [float(len(completion)) for completion in completions]

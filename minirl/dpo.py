@@ -9,7 +9,7 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
     from minirl.config.supervised import DPOConfig
     from minirl.supervise import cli
 
-    cli.run(DPOConfig, "minirl.dpo:Trainer.main")
+    cli.run(DPOConfig, "minirl.dpo:DPOTrainer.main")
 
 import dataclasses
 import hashlib
@@ -26,19 +26,19 @@ from minirl.base.files import remove
 from minirl.base.reading import is_file, library_reads
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
+from minirl.data.pairs import Pairs, open_pairs
 from minirl.parallel.machines import check_can_write, check_same
-from minirl.run.supervised import PairTrainer
-from minirl.train.minibatches import annotate_examples
-from minirl.train.policy import Minibatch, Policy
-from minirl.train.reference import Reference
+from minirl.run.supervised import PairTrainer, Task
+from minirl.train.policy import Minibatch, Policy, Reference
+from minirl.train.updates import annotate_examples
 from minirl.types.packed import Trajectory
 
 
-class Trainer(PairTrainer):
+class DPOTrainer(PairTrainer):
     """A run with a frozen reference, or with the reference's log-probs in the rows."""
 
     cfg: DPOConfig
-    name = "dpo"
+    task = Task("dpo", open_pairs, Pairs, pairs=True)
 
     def check_model(self) -> None:
         """Refuse now a reference cache that cannot be read, or could not be written."""

@@ -9,7 +9,7 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
     from minirl.config.supervised import KTOConfig
     from minirl.supervise import cli
 
-    cli.run(KTOConfig, "minirl.kto:Trainer.main")
+    cli.run(KTOConfig, "minirl.kto:KTOTrainer.main")
 
 import torch
 
@@ -17,24 +17,27 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.labelled import MATCHED, Labelled, open_labelled
-from minirl.run.supervised import SupervisedTrainer
-from minirl.train.minibatches import make_minibatch
-from minirl.train.policy import Metrics, Minibatch
-from minirl.train.reference import Reference
+from minirl.run.supervised import SupervisedTrainer, Task
+from minirl.train.policy import Metrics, Minibatch, Reference
+from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
 
 
-class Trainer(SupervisedTrainer):
+class KTOTrainer(SupervisedTrainer):
     """A run with a frozen reference."""
 
     cfg: KTOConfig
-    name = "kto"
-    open_rows = staticmethod(open_labelled)
-    rows_class = Labelled
-    lost = "{} with more than {} tokens and {} with no token in the loss dropped"
+    task = Task("kto", open_labelled, Labelled)
+
+    def describe_lost(self, num_long: int, num_empty: int) -> str:
+        """Return what happens to rows that do not fit."""
+        return (
+            f"{num_long} with more than {self.cfg.data.max_tokens} tokens and {num_empty} with no "
+            "token in the loss dropped"
+        )
 
     def check_model(self) -> None:
-        """Leave out the answers of other rows, if the loss has no use for them."""
+        """Leave out the answers of other rows, if the loss does not need them."""
         for rows in (self.rows, self.held_out):
             assert isinstance(rows, Labelled)
             rows.mismatched = self.estimates_kl
@@ -60,7 +63,7 @@ class Trainer(SupervisedTrainer):
         self.annotate_reference(batches)
         baseline = torch.zeros((), dtype=torch.float64)
         if self.estimates_kl:
-            # The policy's own log-probs, before the step and without gradients.
+            # The policy's log-probs before the step, without gradients.
             mismatched = self._make_batches([t for t in examples if t.episode != MATCHED])
             self.annotate_reference(mismatched)
             with self.timer.phase("annotate"):
@@ -85,8 +88,8 @@ class Trainer(SupervisedTrainer):
     def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores.
 
-        The loss; the share of answers whose reward is on the right side of the KL; how much more
-        the wanted ones are rewarded than the others; the estimate of the KL.
+        The loss; the share of answers with a reward on the right side of the KL; the difference of
+        the mean rewards of wanted and unwanted answers; the estimate of the KL.
         """
         metrics = self.name_metrics(measured)
         return {name: metrics[name] for name in ("loss", "accuracy", "margin", "kl")}

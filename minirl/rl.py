@@ -29,27 +29,25 @@ from minirl.data.curriculum import Curriculum
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
 from minirl.rollout import records
-from minirl.run import report
 from minirl.run.dump import Dump
 from minirl.run.generation import Generation
-from minirl.run.health import Health
 from minirl.run.inputs import Inputs
+from minirl.run.metrics import Health, count_sampled, count_work
+from minirl.run.results import accuracies
 from minirl.run.supervised import warm_start
-from minirl.run.throughput import count_sampled, count_work
-from minirl.run.trainer import GO_ON, Program, TrainingRun
+from minirl.run.trainer import HOW_TO_RESUME, BaseTrainer, TrainingRun
 from minirl.train.evaluation import NUM_SHOWN, eval_sampling, evaluate, means_of_step
-from minirl.train.policy import Metrics, Minibatch, Policy
-from minirl.train.reference import Reference
+from minirl.train.policy import Metrics, Minibatch, Policy, Reference
 from minirl.train.reward_model import RewardModel
 from minirl.train.updates import update_in_passes
 from minirl.types.packed import Trajectory
 
-# [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
-# minibatch, a forward and backward of a micro-batch.
+# [minibatch][micro-batch] of this rank, as many on every rank. Each minibatch makes an optimizer
+# step, each micro-batch a forward and a backward.
 Minibatches = list[Minibatch]
 
 
-class Trainer(Program):
+class Trainer(BaseTrainer):
     """An RL run: `train` is the algorithm, and the methods after it are its steps."""
 
     cfg: RLConfig
@@ -62,20 +60,22 @@ class Trainer(Program):
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
             self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
-            self.policy = self.load_model(cfg.policy, inputs.folder)
+            self.policy = self.load_model(cfg.policy, inputs.folders["policy"])
             # None: rollout.replay runs without an engine.
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
-            if inputs.reward_model:
+            if scorer := inputs.folders.get("reward model"):
                 self.reward_model = RewardModel(
-                    self.load_model(cfg.policy, inputs.reward_model, trainable=False, score=True),
+                    self.load_model(cfg.policy, scorer, trainable=False, score=True),
                     inputs.stop_ids,
                     inputs.prompts.tokenizer.eos_token_id,
                     cfg.tokens_per_rank,
                     weight=cfg.reward.model_weight,
                 )
             self.run = TrainingRun(cfg, self.policy, inputs.description)
-        # The policy as RL finds it.
-        self.start_folder = self.run.output / "sft" if cfg.sft.num_steps else inputs.folder
+        # The policy as RL starts with it.
+        self.start_folder = inputs.folders["policy"]
+        if cfg.sft.num_steps:
+            self.start_folder = self.run.output / "sft"
         self.progress = self.run.progress
         if self.generation and cfg.rollout.ahead:
             self.generation.keep_unfinished(self.run.saver, self.run.resumed_from)
@@ -90,17 +90,18 @@ class Trainer(Program):
             )
             inputs.prompts.order = self.curriculum
             self.run.outcomes = self.curriculum.save
-        # `train` loads these two after the warm start, whose result they may begin with. They sleep
-        # unless they work: then their shards are on the device beside the policy's, but never
-        # beside the state of its optimizer.
+        # `train` loads these two after the warm start, because they may start as its result. They
+        # are offloaded unless they compute. Then their shards are on the device together with the
+        # policy's, but never together with its optimizer state.
         self.ref: Reference | None = None
         self.critic: Policy | None = None
-        # Of the current step: prompts that dynamic sampling took, tokens that were thrown away.
-        self.num_extra_prompts = 0
-        self.num_discarded_tokens = 0
+        self.num_extra_prompts = 0  # Prompts that dynamic sampling took in this step.
+        self.num_discarded_tokens = 0  # Tokens that this step sampled and threw away.
         self.mismatch = MismatchWatch(cfg)
         self.health = Health(cfg.debug)
-        self.dump = Dump(cfg, self.policy, inputs.prompts.tokenizer)
+        self.dump: Dump | None = None
+        if cfg.rollout.dump and not cfg.rollout.replay:
+            self.dump = Dump(self.run.output, self.policy, inputs.prompts.tokenizer)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -115,8 +116,8 @@ class Trainer(Program):
         self.run.begin("rl", self.num_steps)
 
         for step in range(first_step, self.num_steps):
-            # After the checkpoint of these weights, so that a resumed run does it, too. The new
-            # reference is written while the engine samples.
+            # This comes after the checkpoint of these weights, so that a resumed run does it, too.
+            # The new reference is written while the engine samples.
             is_refresh = cfg.ref.every and step and step % cfg.ref.every == 0
             if is_refresh:
                 self.export_reference(step)
@@ -150,9 +151,9 @@ class Trainer(Program):
 
         If an evaluation is due, it comes first, while the engine is awake anyway. A ticket is the
         number of a prompt in the run. A signal that asks to stop interrupts an evaluation, and with
-        rollout.ahead the rollout, too: then this returns None, and the sampler has the episodes as
-        they are. So it does if the evaluation has reached `stop_at`. Raises UserError if no rank
-        has an episode to train on.
+        rollout.ahead the rollout, too: then this returns None, and the sampler keeps the unfinished
+        episodes. It also returns None if the evaluation has reached `stop_at`. Raises UserError if
+        no rank has an episode to train on.
         """
         cfg = self.cfg
         generation = self.generation
@@ -160,7 +161,7 @@ class Trainer(Program):
             with self.timer.phase("rollout"):
                 return records.load_step(Path(cfg.rollout.replay), step, self.mesh)
 
-        # 1. Sample, by the weights of this step.
+        # 1. Sample with the weights of this step.
         first_ticket = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
         with generation.awake():
             is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
@@ -171,8 +172,10 @@ class Trainer(Program):
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
-                rollout = generation.collect_step(first_ticket)
-        if rollout.is_interrupted:  # The step will begin again, behind the tickets that it took.
+                rollout = generation.sampler.collect_step(
+                    first_ticket, generation.sampling, version=self.policy.num_updates
+                )
+        if rollout.is_interrupted:  # The step will begin again, after the tickets that it took.
             self.progress.extra_tickets += rollout.next_ticket - first_ticket
             return None
         self.num_extra_prompts = rollout.next_ticket - first_ticket - cfg.rollout.prompts_per_step
@@ -185,31 +188,32 @@ class Trainer(Program):
             self.run.log.say(f"step {step}: {trouble}")
         rollout.require_tokens()
 
-        # 3. Score them, beyond what rewards were computed during generation.
+        # 3. Add the scores of a reward model; other rewards were computed during generation.
         if self.reward_model:
             with self.timer.phase("prepare"):
                 self.reward_model.grade(trajectories)
-        self.dump.begin(step, trajectories)
+        if self.dump:
+            self.dump.begin(step, trajectories)
         return trajectories
 
     def shape(self, trajectories: list[Trajectory]) -> None:
-        """Make rewards of scores, as the section `reward` of the config asks. Collective.
+        """Turn scores into rewards, as the section `reward` of the config says. Collective.
 
-        The score of each episode stays in `info["score"]`; the curriculum learns from it.
+        The score of each episode stays in `info["score"]`; the curriculum uses it.
         """
         cfg = self.cfg
         for t in trajectories:
             t.info["score"] = t.reward
             t.info["staleness"] = self.policy.num_updates - t.version
-        # The segments of an episode have the same reward; any of them stands for it.
+        # The segments of an episode have the same reward; one of them represents it.
         episodes = {(t.group, t.episode): t for t in trajectories}
         if self.curriculum:
             results = [
                 (self.curriculum[t.group], t.reward >= cfg.eval.threshold)
                 for t in episodes.values()
             ]
-            own_results = np.array(results, np.int64).reshape(-1, 2)
-            self.curriculum.record(self.mesh.gather_array(own_results))
+            results_here = np.array(results, np.int64).reshape(-1, 2)
+            self.curriculum.record(self.mesh.gather_array(results_here))
 
         table = torch.tensor(
             [(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in episodes.values()],
@@ -232,7 +236,7 @@ class Trainer(Program):
     def make_batches(self, trajectories: list[Trajectory]) -> Minibatches:
         """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
         cfg = self.cfg
-        # The models read the same batches.
+        # All models read the same batches.
         windowed = any(
             model.layout.windowed for model in (self.policy, self.ref, self.critic) if model
         )
@@ -247,11 +251,12 @@ class Trainer(Program):
                     for micro in minibatch
                 ]
             )
-            self.dump.add(minibatch, minibatches[-1])
+            if self.dump:
+                self.dump.add(minibatch, minibatches[-1])
         return minibatches
 
     def annotate(self, minibatches: Minibatches) -> None:
-        """Add what the models say of the tokens before the step's first update. Collective."""
+        """Add the models' log-probs and values before the step's first update. Collective."""
         algo = self.algo
         if algo.num_updates > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
             self.policy.annotate(minibatches, "old_logprobs")
@@ -265,7 +270,9 @@ class Trainer(Program):
     def assign_advantages(self, minibatches: Minibatches, found: Sequence[Trajectory] = ()) -> None:
         """Give every token its advantage, and choose the tokens of high entropy. Collective.
 
-        `found`: the step's trajectories. Those without tokens count in the means of their groups.
+        Args:
+            minibatches: what `make_batches` returned.
+            found: the step's trajectories; those without tokens count in the means of their groups.
         """
         advantages.assign(
             sum(minibatches, []),
@@ -285,7 +292,7 @@ class Trainer(Program):
         """Train the critic, if there is one, and the policy, unless the critic still warms up.
 
         Returns:
-            Means over the updates of the policy's metrics and, as `critic_*`, of the critic's.
+            Means over the updates of the policy's metrics and of the critic's (`critic_*`).
         """
         cfg = self.cfg
         warmup_steps = 0
@@ -301,7 +308,9 @@ class Trainer(Program):
             critic_metrics = {f"critic_{name}": value for name, value in updates.items()}
             self.critic.sleeper.sleep()
         if step >= warmup_steps:
-            loss = self.dump.noting(losses.policy(self.algo, cfg.env.max_tokens))
+            loss = losses.policy(self.algo, cfg.env.max_tokens)
+            if self.dump:
+                loss = self.dump.noting(loss)
             num_steps = self.num_steps - warmup_steps
             policy_metrics = update_in_passes(
                 self.policy, minibatches, loss, cfg, step=step, num_steps=num_steps
@@ -312,7 +321,8 @@ class Trainer(Program):
         self, step: int, trajectories: list[Trajectory], minibatches: Minibatches, metrics: Metrics
     ) -> None:
         """Log means over the episodes of all ranks, and the metrics of the updates. Collective."""
-        self.dump.finish()
+        if self.dump:
+            self.dump.finish()
         row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
         row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.algo.kl_coef, **metrics}
         if self.generation:
@@ -327,8 +337,8 @@ class Trainer(Program):
         self.run.report("rl", step, row, shown, work, generated=generated, trained=work.rows)
         if self.generation:  # tokens of a replay may be of other weights
             self.mismatch.check(step, row)
-        for ill in self.health.check(step, row):
-            self.run.log.say(ill)
+        for message in self.health.check(step, row):
+            self.run.log.say(message)
 
     def adapt_kl_coef(self, metrics: Metrics) -> None:
         """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""
@@ -339,9 +349,12 @@ class Trainer(Program):
             self.progress.kl_coef = kl_coef
 
     def evaluate(self, generation: Generation, step: int, name: str | None) -> bool:
-        """Score held-out prompts; the engine must be awake. `name`: keep it for the summary.
+        """Score held-out prompts and return True; False if a signal has interrupted it.
 
-        Returns False if a signal has interrupted it.
+        Args:
+            generation: with the engine awake.
+            step: number of finished steps.
+            name: keep the result for the summary under this name; None: do not keep it.
         """
         cfg = self.cfg.eval
         sampling = eval_sampling(self.cfg, generation.sampling.stop_token_ids)
@@ -374,18 +387,18 @@ class Trainer(Program):
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
         if num_tokens is None:
-            self.run.end(0, f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
+            self.run.end(0, f"stopped by a signal in the warm start. {HOW_TO_RESUME}")
             return False
-        # One phase, because its forward and backward are not RL's.
+        # One phase, because its forward and backward do not belong to RL.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
         self.run.export("sft")  # written while RL begins, unless it begins with loading it
         return True
 
     def load_critic(self) -> None:
-        """Load the critic, and go on with that of the checkpoint, if there is one."""
+        """Load the critic, from the checkpoint if the run is resumed."""
         cfg = self.cfg.critic
-        self.run.wait_for_export()  # the critic may begin as the result of the warm start
-        folder = self.inputs.critic or self.start_folder
+        self.run.wait_for_export()  # the critic may start as the result of the warm start
+        folder = self.inputs.folders.get("critic", self.start_folder)
         base = None
         if cfg.share_base:
             folder = self.policy.folder
@@ -397,13 +410,13 @@ class Trainer(Program):
     def load_reference(self, step: int) -> None:
         """Load the frozen model that the KL is taken to, if the config asks for one.
 
-        It is `ref.model`, or the policy as RL found it or as it was at its last refresh by `step`.
-        Where that is the base of a policy with adapters, nothing is loaded.
+        It is `ref.model`, or the policy as RL started with it or as it was at the last refresh
+        before `step`. If that is the base of a policy with adapters, nothing is loaded.
         """
-        if not (self.cfg.algo.kl_coef or self.inputs.ref):
+        folder = self.inputs.folders.get("reference", self.start_folder)
+        if not self.cfg.algo.kl_coef and "reference" not in self.inputs.folders:
             return
         self.run.wait_for_export()  # it may be the result of the warm start
-        folder = self.inputs.ref or self.start_folder
         for n, refreshed in checkpoint.finished(self.run.output, "references").items():
             if n <= step:
                 folder = refreshed  # the newest one comes last
@@ -435,13 +448,13 @@ class Trainer(Program):
                 self.run.stop(self.num_steps)
                 return
         if self.generation:
-            # What goes on in a later step is lost, now that none follows.
+            # Episodes that a later step would have finished are lost, because none follows.
             unfinished = self.generation.sampler.num_unfinished_tokens()
             self.progress.add({}, discarded=unfinished)
         evaluations = self.progress.evaluations
         sizes = {}
         if self.generation:
             sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens
-        self.run.finish(report.accuracies(evaluations), sizes)
+        self.run.finish(accuracies(evaluations), sizes)
         if self.generation:
             self.generation.close()

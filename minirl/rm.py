@@ -18,7 +18,7 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
 
     if sys.argv[1:2] == ["serve"]:
         cli.run(ServeConfig, "minirl.rm:serve_model")
-    cli.run(RMConfig, "minirl.rm:Trainer.main")
+    cli.run(RMConfig, "minirl.rm:RewardModelTrainer.main")
 
 from functools import partial
 
@@ -31,22 +31,22 @@ from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
+from minirl.data.pairs import Pairs, open_pairs
 from minirl.endpoint.reward_server import serve
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.run.inputs import check_head, choose_dtype
-from minirl.run.supervised import PairTrainer
+from minirl.run.supervised import PairTrainer, Task
 from minirl.train.policy import Policy
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 
 
-class Trainer(PairTrainer):
+class RewardModelTrainer(PairTrainer):
     """A run that trains a model with a score head."""
 
     cfg: RMConfig
-    name = "rm"
-    score_head = True
+    task = Task("rm", open_pairs, Pairs, pairs=True, score_head=True)
 
     def check_model(self) -> None:
         """Refuse now what `transformers` could not load when the run has exported it."""
@@ -65,7 +65,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     require(
         mesh.world_size == 1,
         f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server "
-        "each, at ports of their own, and name all of them in reward.function, separated by commas",
+        "each, with different ports, and name all of them in reward.function, separated by commas",
     )
     folder = build.find_folder(cfg.model, "model")
     check_head(folder, "model")
@@ -105,7 +105,7 @@ def _to_row(
     """Return a whole text as a sequence: a prompt with its chat template, and an answer.
 
     Raises:
-        UserError: The text has half of a character, or a token that the model has not got.
+        UserError: the text has half of a character, or a token beyond the model's vocabulary.
     """
     tokens = np.array(chat.encode(tokenizer, text)[-max_tokens + 1 :], np.int32)
     require(

@@ -27,7 +27,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
-from minirl.run.report import write_curves
+from minirl.run.results import write_curves
 
 # Nothing of what imports leave is garbage. To look for some takes a tenth of their time.
 gc.disable()

@@ -29,8 +29,8 @@ DECAY = 0.3
 NUM_STEPS = 5
 PROGRAMS = {
     "sft": (supervised.SupervisedTrainer, SFTConfig),
-    "rm": (rm.Trainer, RMConfig),
-    "dpo": (dpo.Trainer, DPOConfig),
+    "rm": (rm.RewardModelTrainer, RMConfig),
+    "dpo": (dpo.DPOTrainer, DPOConfig),
 }
 
 

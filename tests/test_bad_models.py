@@ -22,7 +22,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.config.supervised import DPOConfig, SFTConfig
-from minirl.dpo import Trainer
+from minirl.dpo import DPOTrainer
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
 from minirl.envs.base import Env, Result
@@ -303,7 +303,7 @@ def test_a_reference_cache_that_cannot_be_written(tmp_path, place):
 def check_cache(cache: Path) -> None:
     """What minirl.dpo does before it loads a model."""
     cfg = DPOConfig(reference_cache=str(cache))
-    Trainer.check_model(SimpleNamespace(cfg=cfg, mesh=ONE))
+    DPOTrainer.check_model(SimpleNamespace(cfg=cfg, mesh=ONE))
 
 
 # --------------------------------------------------------------------------------------------------

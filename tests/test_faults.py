@@ -27,8 +27,8 @@ from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.config.supervised import SFTConfig
 from minirl.rewards.http import RemoteReward
-from minirl.run.health import Health
-from minirl.run.trainer import Program
+from minirl.run.metrics import Health
+from minirl.run.trainer import BaseTrainer
 from minirl.supervise import watch
 from minirl.supervise.faults import explain
 from minirl.supervise.guard import Board, has_told, make_page
@@ -693,7 +693,7 @@ def test_the_memory_of_a_gpu_is_explained(unmapped):
     mesh = SimpleNamespace(
         device=torch.device("cpu"), watch=watch, rank=0, default_dtype=lambda: "float32"
     )
-    Program.__init__(program, SFTConfig(), mesh)
+    BaseTrainer.__init__(program, SFTConfig(), mesh)
     program.timer.unmapped_bytes = lambda: unmapped
     watch.phase = lambda: "backward"
     with contextlib.ExitStack() as stack:

@@ -24,8 +24,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
 from minirl.data.labelled import Labelled, open_labelled
 from minirl.model.scratch import make_tokenizer
-from minirl.train.policy import Policy
-from minirl.train.reference import Reference
+from minirl.train.policy import Policy, Reference
 from minirl.types.packed import Trajectory
 from programs import ROOT, fork
 from test_gradients import exact_norm, worst
@@ -170,7 +169,7 @@ def test_the_estimate_is_never_below_0_and_rows_without_any_are_0():
 # every mesh
 
 
-class Steps(kto.Trainer):
+class Steps(kto.KTOTrainer):
     """The steps of the program, without its folder and its rows."""
 
     def __init__(self, cfg, mesh, folder):
@@ -378,7 +377,7 @@ def test_the_estimate_takes_the_answer_of_the_row_before_whatever_the_ranks(worl
 
 
 def run(mesh, given):
-    kto.Trainer.main(parse_flags(KTOConfig, [str(x) for x in given]), mesh)
+    kto.KTOTrainer.main(parse_flags(KTOConfig, [str(x) for x in given]), mesh)
 
 
 @pytest.fixture(scope="module")

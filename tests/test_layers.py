@@ -80,7 +80,7 @@ DOORS = {
     "trackio": ("run/trackers.py",),
     "tokenizers": ("view/trajectories.py", "model/scratch.py"),
     "tqdm": ("base/log.py", "run/log.py"),
-    "matplotlib": ("run/report.py",),
+    "matplotlib": ("run/results.py",),
     "tyro": ("config/parse.py",),
     "yaml": ("config/yaml_text.py",),
     "pydantic": ("config/*", "endpoint/*"),
@@ -103,7 +103,7 @@ DOORS = {
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
     "algo/advantages.py:call_checked": "a user's estimator may raise anything; its user reads what",
-    "run/user_algorithms.py:_try_loss": "and so may the user's loss",
+    "run/user_algorithms.py:check_loss": "and so may the user's loss",
     "supervise/lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, "
     "and all others",
     "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "

@@ -26,7 +26,12 @@ from test_lora_files import config_of, write
 from test_lora_program import to_flags
 
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig}
-TRAINERS = {"sft": SupervisedTrainer, "rm": rm.Trainer, "dpo": dpo.Trainer, "kto": kto.Trainer}
+TRAINERS = {
+    "sft": SupervisedTrainer,
+    "rm": rm.RewardModelTrainer,
+    "dpo": dpo.DPOTrainer,
+    "kto": kto.KTOTrainer,
+}
 # By program: what of a row it reads besides the prompt.
 COLUMNS = {
     "sft": lambda n: {"completion": str(n) * 3},

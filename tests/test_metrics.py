@@ -11,7 +11,7 @@ import torch
 import tiny
 from minirl.plan.cards import CARDS, peak_tflops
 from minirl.plan.shape import read_shape
-from minirl.run.throughput import Work, flops
+from minirl.run.metrics import StepWork, flops
 from minirl.train.evaluation import _deviation
 from programs import ROOT, fork
 
@@ -195,7 +195,7 @@ def test_the_work_of_a_model(tmp_path):
     folder = tiny.make(tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    work = Work(rows=8, loss_rows=2, pairs=6 + 15)
+    work = StepWork(rows=8, loss_rows=2, pairs=6 + 15)
     expected = 0.0
     for name, p in model.named_parameters():
         if "lm_head" in name:

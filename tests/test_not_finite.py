@@ -176,7 +176,7 @@ def test_weights_that_an_update_has_ruined_end_the_run_at_once(tmp_path):
     with pytest.raises(RankFailed, match=r"after 1 updates \d+ weights of .* not finite") as error:
         ranks(2, ruin, tiny.make(tmp_path / "model"))
     assert error.value.kind == "UserError"
-    assert "go on from a checkpoint before, with a policy.lr below 1e+39" in error.value.text
+    assert "resume from an earlier checkpoint with policy.lr below 1e+39" in error.value.text
 
 
 def test_a_model_that_the_last_update_has_ruined_is_not_exported(tmp_path):

@@ -545,8 +545,11 @@ def test_a_token_that_ends_answers_does_not_fill_up():
 
 
 def run(mesh, module, given):
-    program, config = {"minirl.rm": (rm, RMConfig), "minirl.dpo": (dpo, DPOConfig)}[module]
-    program.Trainer.main(parse_flags(config, [str(x) for x in given]), mesh)
+    trainer, config = {
+        "minirl.rm": (rm.RewardModelTrainer, RMConfig),
+        "minirl.dpo": (dpo.DPOTrainer, DPOConfig),
+    }[module]
+    trainer.main(parse_flags(config, [str(x) for x in given]), mesh)
 
 
 def export(mesh, run, output):

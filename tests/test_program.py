@@ -138,10 +138,17 @@ def test_run_ends_well_and_prints_its_table(run):
     ):
         assert re.search(rf"^{title} +[\d.,]+$", run.ended.out, re.MULTILINE), run.ended.out
     assert run.ended.err.count(": answers\n") == 4 and run.ended.err.count(" -> ") == 12
+    # The console is no terminal: each step is a line.
+    steps = [x for x in run.ended.err.splitlines() if x.startswith("minirl: rl step ")]
+    assert [x.split(":")[1] for x in steps] == [
+        f" rl step {step}/{NUM_STEPS}" for step in range(1, NUM_STEPS + 1)
+    ]
+    assert all("reward" in x and "s/step" in x and " left" in x for x in steps)
 
 
 def test_summary(run):
     summary = run.summary()
+    assert summary["state"] == "finished" and summary["reason"] == ""
     assert (
         summary["accuracy_before_sft"]
         <= 0.1
@@ -235,6 +242,9 @@ def test_curves_tensorboard_and_answers(run):
     assert {"eval/accuracy", "sft/loss", "rl/mismatch", "rl/time/refit"} <= set(
         board.Tags()["scalars"]
     )
+    (tag,) = (tag for tag in board.Tags()["tensors"] if tag.startswith("answers"))
+    texts = [event.tensor_proto.string_val[0].decode() for event in board.Tensors(tag)]
+    assert len(texts) == 4 and all(text.count("reward") == 3 for text in texts)
     found = read(run.folder / "answers.jsonl")
     assert [(row["step"], row["name"]) for row in found] == [
         (-1, "before_sft"),
@@ -286,6 +296,8 @@ class Killed:
     seconds: float
     survivors: list[psutil.Process]
     rows: list[dict]
+    summary: dict
+    has_curves: bool
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +317,8 @@ def repeated(data, tmp_path_factory) -> tuple[Killed, Run]:
         time.monotonic() - began,
         [p for p in processes.values() if p.is_running()],
         read(output / "metrics.jsonl"),
+        json.loads((output / "summary.json").read_text()),
+        (output / "curves.png").exists(),
     )
     given = ["--config", str(output / "config.yaml"), "--resume"]
     return killed, Run(output, given, fork("minirl.rl", given, folder / "resumed", 300, world=2))
@@ -315,6 +329,9 @@ def test_kill_of_one_rank_ends_all(repeated):
     assert killed.ended.code != 0 and killed.seconds < 60
     assert not killed.survivors
     assert "Signal 9 (SIGKILL)" in killed.ended.err and " FAILED\n" in killed.ended.err
+    # Rank 0 has noted it, although it was not killed itself.
+    assert killed.summary["state"] == "failed" and "rank 1" in killed.summary["reason"]
+    assert killed.has_curves
 
 
 def test_same_seed_same_run(run, repeated):

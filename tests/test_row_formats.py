@@ -23,7 +23,7 @@ from minirl.data.split import read_rows
 from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Conversation
-from minirl.run.row_checks import marks_for_template, require_shown
+from minirl.run.inputs import marks_for_template, require_shown
 from programs import ROOT, fork
 
 PAGE = (ROOT / "minirl" / "data" / "README.md").read_text()

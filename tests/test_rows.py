@@ -27,7 +27,7 @@ from minirl.data.split import choose, read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
 from minirl.rewards.functions import make_rewards
-from minirl.run.row_checks import NO_ANSWER, UNGRADED, PromptChecks
+from minirl.run.inputs import NO_ANSWER, UNGRADED, PromptChecks
 
 
 def jsonl(path, rows):

@@ -39,6 +39,7 @@ from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model import scratch
 from minirl.rollout import records
 from minirl.run import inputs, log
+from minirl.run.results import truncate
 from minirl.supervise.faults import explain
 from minirl.supervise.watch import Watch
 from minirl.types.packed import Trajectory
@@ -853,10 +854,10 @@ def test_lines_that_are_torn_are_left_out_of_the_metrics(tmp_path, torn, capfd):
     rows = [{"phase": "sft", "step": 0}, *({"phase": "rl", "step": n} for n in range(4))]
     lines = [json.dumps(row).encode() + b"\n" for row in rows]
     path.write_bytes(b"".join(lines) + torn)
-    log.truncate(path, keep_before=2, keep_sft=True)
+    truncate(path, keep_before=2, keep_sft=True)
     assert path.read_bytes() == b"".join(lines[:3])
     assert "1 lines that are no rows" in capfd.readouterr().err
-    log.truncate(path, keep_before=0, keep_sft=False)
+    truncate(path, keep_before=0, keep_sft=False)
     assert path.read_bytes() == b"" and capfd.readouterr().err == ""
 
 
@@ -910,7 +911,7 @@ def log_until_full(mesh, folder):
     sys.stderr = sys.__stderr__
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     size = (folder / "metrics.jsonl").stat().st_size
-    log.truncate(folder / "metrics.jsonl", keep_before=20, keep_sft=True)
+    truncate(folder / "metrics.jsonl", keep_before=20, keep_sft=True)
     second = log.Log(folder, rank=0, first_step=20)
     second.scalars("rl", 20, values)
     second.close()

@@ -21,9 +21,9 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.supervised import SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_supervised
+from minirl.run.inputs import num_rl_steps
 from minirl.train.policy import Policy
-from minirl.train.schedule import learning_rate, minibatch_order, num_rl_steps
-from minirl.train.updates import update_in_passes
+from minirl.train.updates import learning_rate, minibatch_order, update_in_passes
 from test_critic import metrics_of
 from test_gradients import exact_norm, trajectories, worst
 

@@ -33,8 +33,8 @@ from minirl.data.order import Order
 from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.run.supervised import SupervisedTrainer
-from minirl.train.minibatches import make_minibatch
 from minirl.train.policy import Policy
+from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
 from programs import fork, torchrun
 from test_gradients import exact_norm

@@ -31,7 +31,7 @@ from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.turns import encode_chat
 from minirl.model.scratch import make_tokenizer
-from minirl.run.row_checks import load_splits
+from minirl.run.inputs import load_splits
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "Count."}

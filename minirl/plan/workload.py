@@ -176,7 +176,7 @@ def supervised_workload(
 
 
 def _is_base(policy: PolicyConfig, reference: str) -> bool:
-    """Return whether a reference is the policy without its adapters, as `reference.is_base` does.
+    """Return whether a reference is the policy without its adapters, as `policy.is_base` does.
 
     Args:
         policy: what is set for the policy.

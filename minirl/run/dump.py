@@ -1,8 +1,8 @@
 """The trajectories of each step on disk, with what training made of them.
 
 What the sampling rank knows (turns, versions, rewards by function) is written when a step is
-sampled. What the training rank knows (advantages, its own log-probs, entropies) is written when the
-step is done. Nothing travels for it: who reads the files joins the two (rollout/index.py).
+sampled. What the training rank knows (advantages, its log-probs, entropies) is written when the
+step is done. No rank sends anything: the reader of the files joins the two (rollout/index.py).
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from minirl.algo.losses import Loss
 from minirl.algo.losses import Metrics as TokenMetrics
 from minirl.batch.packing import unpack
-from minirl.config.rl import RLConfig
 from minirl.rollout import index, records
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Packed, Trajectory
@@ -25,29 +24,24 @@ from minirl.types.packed import Packed, Trajectory
 class Dump:
     """Writes the trajectories of a run, step by step; `begin`, `add` and `finish` make a step.
 
-    Without rollout.dump, and where no engine samples, these do nothing.
-
     Args:
-        cfg: of the run.
+        output: the run's folder.
         policy: the model that is trained; its timer gets the seconds as phase `dump`.
-        tokenizer: of the policy. Rank 0 leaves it in the folder, for who reads tokens.
+        tokenizer: the policy's tokenizer. Rank 0 writes it to the folder, for readers of tokens.
     """
 
-    def __init__(self, cfg: RLConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase):
-        self.is_on = cfg.rollout.dump and not cfg.rollout.replay
-        self.folder = Path(cfg.output) / "rollouts"
+    def __init__(self, output: Path, policy: Policy, tokenizer: PreTrainedTokenizerBase):
+        self.folder = output / "rollouts"
         self.mesh = policy.mesh
         self.timer = policy.timer
         self.tokenizer = tokenizer
         self.step = 0
-        self.trajectories: list[Trajectory] = []  # As sampled by this rank.
-        self.places: list[tuple[int, int]] = []  # Of their lines.
-        self.trained: list[tuple[list[Trajectory], Packed]] = []  # Of this rank's micro-batches.
+        self.trajectories: list[Trajectory] = []  # Sampled by this rank.
+        self.places: list[tuple[int, int]] = []  # Places of their lines.
+        self.trained: list[tuple[list[Trajectory], Packed]] = []  # Micro-batches of this rank.
 
     def begin(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write what this rank has sampled."""
-        if not self.is_on:
-            return
         self.step = step
         self.trajectories = trajectories
         with self.timer.phase("dump"):
@@ -56,14 +50,11 @@ class Dump:
             self.tokenizer.backend_tokenizer.save(str(self.folder / index.TOKENIZER))
 
     def add(self, micro_batches: list[list[Trajectory]], minibatch: Minibatch) -> None:
-        """Remember micro-batches and the trajectories that they were packed of."""
-        if self.is_on:
-            self.trained += zip(micro_batches, minibatch, strict=True)
+        """Remember micro-batches and the trajectories that were packed into them."""
+        self.trained += zip(micro_batches, minibatch, strict=True)
 
     def noting(self, loss: Loss) -> Loss:
-        """Return the same loss; its first call leaves the log-probs in the batch, if none are."""
-        if not self.is_on:
-            return loss
+        """Return the same loss, which also puts the log-probs into a batch without any."""
 
         def token_loss(
             batch: Packed, logprobs: Tensor, entropy: Tensor
@@ -78,42 +69,39 @@ class Dump:
 
     def finish(self) -> None:
         """Write the tables of the step. Collective over the ranks that share sequences."""
-        if self.is_on:
-            with self.timer.phase("dump"):
-                self._write_tables()
-
-    def _write_tables(self) -> None:
-        trained: list[tuple] = []
-        values = [np.zeros((0, len(index.VALUES)), np.float32)]
-        num_rows = 0
-        for trajectories, batch in self.trained:
-            for t, of_tokens in zip(trajectories, _values(trajectories, batch), strict=True):
-                trained.append(_trained_row(t, of_tokens, num_rows))
-                values.append(of_tokens)
-                num_rows += len(of_tokens)
-        if self.mesh.rank % self.mesh.num_copies:
-            # The first of the ranks that hold the same sequences writes them.
-            trained, values = [], values[:1]
-        sampled = [
-            _sampled_row(t, place) for t, place in zip(self.trajectories, self.places, strict=True)
-        ]
-        index.write_tables(
-            index.part_of(self.folder, self.step, self.mesh.rank),
-            index.make_sampled(sampled),
-            np.array(trained, index.TRAINED),
-            np.concatenate(values),
-        )
-        self.trained.clear()
+        with self.timer.phase("dump"):
+            trained: list[tuple] = []
+            values = [np.zeros((0, len(index.VALUES)), np.float32)]
+            num_rows = 0
+            for trajectories, batch in self.trained:
+                for t, columns in zip(trajectories, _values(trajectories, batch), strict=True):
+                    trained.append(_trained_row(t, columns, num_rows))
+                    values.append(columns)
+                    num_rows += len(columns)
+            if self.mesh.rank % self.mesh.num_copies:
+                # The first of the ranks that hold the same sequences writes them.
+                trained, values = [], values[:1]
+            sampled = [
+                _sampled_row(t, place)
+                for t, place in zip(self.trajectories, self.places, strict=True)
+            ]
+            index.write_tables(
+                index.part_of(self.folder, self.step, self.mesh.rank),
+                index.make_sampled(sampled),
+                np.array(trained, index.TRAINED),
+                np.concatenate(values),
+            )
+            self.trained.clear()
 
 
 def _values(trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
-    """Return what the trainer says of the tokens of each trajectory, float32 [L, 3]."""
+    """Return the trainer's values of each trajectory's tokens, float32 [L, 3]."""
     columns = []
     for column in (batch.advantages, batch.old_logprobs, batch.old_entropy):
         if column is None:  # a critic's warm-up makes no log-probs
             column = torch.full_like(batch.engine_logprobs, torch.nan)
         columns.append(unpack(column.detach().float(), trajectories, batch))
-    return [np.stack(of_one, axis=1) for of_one in zip(*columns, strict=True)]
+    return [np.stack(parts, axis=1) for parts in zip(*columns, strict=True)]
 
 
 def _sampled_row(t: Trajectory, place: tuple[int, int]) -> tuple:
@@ -134,7 +122,7 @@ def _sampled_row(t: Trajectory, place: tuple[int, int]) -> tuple:
 
 
 def _trained_row(t: Trajectory, values: np.ndarray, start: int) -> tuple:
-    """Return the row of a trajectory in TRAINED. `values`: float32 [L, 3] of its tokens."""
+    """Return the row of a trajectory in TRAINED. `values`: float32 [L, 3], one row a token."""
     advantages, logprobs, entropies = values[t.sampled].T
     mismatch = np.abs(logprobs - t.logprobs[t.sampled])
     return (

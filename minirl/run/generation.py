@@ -1,4 +1,4 @@
-"""The engine of a training run, with what gives it weights and work."""
+"""The engine of a training run, with the refit that gives it weights and the sampler."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,6 @@ from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent
 from minirl.refit.refit import Refit
-from minirl.rollout.groups import StepRollout
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.time_limits import make_in_time
 from minirl.run.inputs import Inputs
@@ -24,9 +23,9 @@ class Generation:
 
     Args:
         cfg: the config of the run.
-        inputs: what it names.
-        policy: the model whose weights the engine gets. Its timer gets the seconds of refits, and
-            of waking and sleeping, too.
+        inputs: what the config names.
+        policy: the trained model, which gives the engine its weights. Its timer also gets the
+            seconds of refits, and of waking and sleeping.
     """
 
     def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy):
@@ -34,13 +33,13 @@ class Generation:
         if dtype == "auto":
             dtype = cfg.policy.dtype.replace("float64", "float32")  # vLLM has no float64
         self.policy = policy
-        # vLLM asks for its share of the device to be free when it starts. So the policy sleeps
-        # meanwhile, and wakes when the engine does not need its memory any more.
+        # vLLM demands that its share of the device is free when it starts. So the policy sleeps
+        # meanwhile, and wakes when the engine is asleep.
         policy.sleeper.sleep()
         max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
         self.engine = RolloutEngine(
             dataclasses.replace(cfg.engine, max_model_len=max_model_len),
-            inputs.folder,
+            inputs.folders["policy"],
             policy.mesh,
             dtype=dtype,
             vision=inputs.prompts.vision,
@@ -60,7 +59,7 @@ class Generation:
         )
         self.engine.sleep()
         policy.sleeper.wake_parameters()
-        # Where the run stands, for reward functions of TRL.
+        # The progress of the run, for reward functions of TRL.
         self.state = inputs.rewards.state
         self.state.max_steps = cfg.num_steps * cfg.algo.updates_per_step
         self.state.is_world_process_zero = policy.mesh.rank == 0
@@ -83,18 +82,12 @@ class Generation:
         state.epoch = state.num_train_epochs * state.global_step / max(1, state.max_steps)
         return self.engine.awake(self.refit, self.policy.sleeper)
 
-    def collect_step(self, first_ticket: int) -> StepRollout:
-        """Return what `Sampler.collect_step` does, at the weights of this step. Collective."""
-        return self.sampler.collect_step(
-            first_ticket, self.sampling, version=self.policy.num_updates
-        )
-
     def keep_unfinished(self, saver: Saver, resumed_from: Path | None) -> None:
-        """Keep unfinished episodes in the checkpoints, and go on with those of one. Collective.
+        """Keep unfinished episodes in the checkpoints, and resume those of one. Collective.
 
         Args:
-            saver: of the run.
-            resumed_from: the checkpoint that the policy is of; None: the run begins.
+            saver: writes the run's checkpoints.
+            resumed_from: the checkpoint with the policy's weights; None: the run begins.
 
         Raises:
             UserError: they cannot be read.

@@ -3,7 +3,9 @@
 Each function raises UserError at the first thing that is missing or cannot work.
 """
 
+import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,17 +17,21 @@ from minirl.base.errors import UserError, require
 from minirl.base.files import partial_of, publish_folder, remove, sync_files
 from minirl.base.log import say
 from minirl.base.oversight import Oversight
+from minirl.base.reading import is_file
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import finished
-from minirl.config.lengths import eval_extra_tokens
+from minirl.config.lengths import eval_extra_tokens, validate_warmup
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import TrainingConfig
+from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
-from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.messages import has_calls
+from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.rows import Rows, errors_at
+from minirl.data.split import Mark, read_rows
 from minirl.data.vision import read_vision
 from minirl.data.vision_base import Vision
 from minirl.envs.registry import make_env
@@ -44,16 +50,22 @@ from minirl.parallel.machines import (
 from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.plan.shape import count_frozen
 from minirl.rewards.first_call import try_rewards
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
 from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
 from minirl.run import user_algorithms
-from minirl.run.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
-from minirl.train.schedule import num_rl_steps, num_tickets
+
+# Marks that a row of prompts gets while it is read.
+UNGRADED = 1  # A reward function cannot grade it.
+NO_ANSWER = 2
+MAY_BE_LONG = 4
+# Marks of every row, about what a chat template has to show.
+HAS_TOOLS = 64
+HAS_CALLS = 128
 
 
 class ModelFiles(NamedTuple):
-    """What the folder of a model holds beside weights."""
+    """What a model's folder holds besides weights."""
 
     folder: Path
     config: PretrainedConfig
@@ -64,28 +76,33 @@ class ModelFiles(NamedTuple):
 class Inputs:
     """What the config of an RL run names, found and checked. Collective. Raises UserError.
 
+    The order of the checks: first what is cheap, then what imports code of the user or reads files;
+    rows come after models, because prompts need the tokenizer. Nothing is written before the last
+    check, so a refused run leaves no files.
+
     Attributes:
-        prompts, held_out: rows to train on and to evaluate on, as token ids.
         make_env: makes the environment of an episode.
-        rewards: scores answers, beside what the environment gives.
-        estimator: of advantages.
-        folder: of policy.model.
-        ref, critic, reward_model: folders of the models beside the policy; None where the config
-            names none.
+        rewards: scores answers, in addition to the environment.
+        estimator: the estimator of advantages.
+        folders: folders of the models by role: policy, and those that the config names of
+            reference, critic and reward model.
+        prompts, held_out: rows to train on and to evaluate on, as token ids.
+        num_steps: number of steps of the run.
         stop_ids: tokens that end an answer.
-        num_steps: of the run.
         description: the numbers of prompts, for the log.
     """
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
+        # 1. Settings, and the output folder.
         resolve_lengths(cfg)
         validate_rl(cfg, mesh.world_size)
         check_output(cfg, mesh)
         if mesh.device.type == "cpu":  # where an engine's ranks share memory
             num_ranks = cfg.engine.tensor_parallel_size
             check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh)
+
         with errors_of_machines(mesh):
-            # What scores the answers.
+            # 2. Code of the user: environment, rewards, estimator and loss.
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
@@ -95,38 +112,26 @@ class Inputs:
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             env = make_in_time(self.make_env, cfg.env, mesh.watch)
-            graded = env.graded
-            if graded:
+            if env.graded:
                 self.rewards.check_supported()
 
-            # Models. The rewards of dumped rollouts have the scores of a reward model in them.
+            # 3. Models.
             max_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
             files = find_model(cfg, max_len, mesh.watch, engine_on=mesh.device.type)
-            find = partial(find_other_model, policy=files.config, parallel=cfg.parallel)
-            self.folder = files.folder
-            self.ref = find(cfg.ref.model, setting="ref.model")
-            self.critic = find(cfg.critic.model, setting="critic.model")
-            count_frozen(files.config, cfg.policy)
-            critic = build.read_config(self.critic) if self.critic else files.config
-            count_frozen(critic, cfg.critic, score=True)
-            check_routers(cfg, files.config, critic)
-            scorer = "" if cfg.rollout.replay else cfg.reward.model
-            self.reward_model = find(scorer, setting="reward.model", scores=True)
-            others = {role: build.read_config(folder) for role, folder in self.others().items()}
-            check_experts({"policy": files.config} | others, cfg)
-        check_same_models(cfg, self.folders(), mesh)
+            self.folders = find_rl_models(cfg, files)
+        check_same_models(cfg, self.folders, mesh)
 
-        # Rows, each of which is read once, and prompts as token ids.
-        checks = PromptChecks(self.rewards if graded else None, files.tokenizer, cfg.data)
+        # 4. Rows, which are read once, and prompts as token ids.
+        checks = PromptChecks(self.rewards if env.graded else None, files.tokenizer, cfg.data)
         open_rows = partial(open_prompts, own_prompts=not env.needs_prompt)
         train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, checks.mark)
         checks.refuse_bad(train)
         checks.refuse_bad(held_out)
-        if cfg.sft.num_steps and train.first_marked(NO_ANSWER) is not None:
-            raise UserError(
-                f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
-                f"(data.answer_key = {cfg.data.answer_key})"
-            )
+        require(
+            not cfg.sft.num_steps or train.first_marked(NO_ANSWER) is None,
+            f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
+            f"(data.answer_key = {cfg.data.answer_key})",
+        )
         as_tokens = partial(
             Prompts, tokenizer=files.tokenizer, cfg=cfg.data, seed=cfg.seed, vision=files.vision
         )
@@ -134,65 +139,98 @@ class Inputs:
         self.held_out = as_tokens(held_out, shuffle=False)
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
-        if graded and not cfg.rollout.replay:
-            try_rewards(self.rewards, self.prompts, cfg.reward.threads, mesh)
-        self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
-        check_steps_left(cfg, self.num_steps, mesh)
-        num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)
-        self.description = self._describe(num_dropped, num_doubles)
-        make_scratch(cfg, max_len, mesh)
-        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
-
-    def _describe(self, num_dropped: int, num_doubles: int) -> str:
-        """Return how many rows are used, and what becomes of the others."""
-        text = (
+        self.description = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
         )
+        num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)
         if num_doubles:
-            text += f", {num_doubles} left out because they equal others"
-        return text
+            self.description += f", {num_doubles} left out because they equal others"
 
-    def folders(self) -> dict[str, Path]:
-        """Return the folders of the models, by their roles."""
-        return {"policy": self.folder} | self.others()
-
-    def others(self) -> dict[str, Path]:
-        """Return the folders of the models beside the policy, by their roles."""
-        found = {
-            "reference": self.ref,
-            "critic": self.critic,
-            "reward model": self.reward_model,
-        }
-        return {role: folder for role, folder in found.items() if folder}
+        # 5. What needs the rows.
+        if env.graded and not cfg.rollout.replay:
+            try_rewards(self.rewards, self.prompts, cfg.reward.threads, mesh)
+        self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
+        check_steps_left(cfg, self.num_steps, mesh)
+        make_scratch(cfg, max_len, mesh)
+        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
 
     def model_configs(self) -> dict[str, PretrainedConfig]:
-        """Return the configs of the models, by their roles."""
-        return {role: build.read_config(folder) for role, folder in self.folders().items()}
+        """Return the configs of the models, by role."""
+        return {role: build.read_config(folder) for role, folder in self.folders.items()}
 
 
-def check_experts(models: dict[str, PretrainedConfig], cfg: TrainingConfig) -> None:
-    """Refuse expert parallelism of models, by their roles, that it does not suit.
+def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
+    """Return the folders of all models of an RL run, by role, found and checked.
 
     Raises:
-        UserError: with the numbers.
+        UserError: a model is missing or does not work with the policy or the settings.
     """
+    # The rewards of dumped rollouts include the scores of a reward model already.
+    scorer = "" if cfg.rollout.replay else cfg.reward.model
+    others = {
+        "reference": (cfg.ref.model, "ref.model"),
+        "critic": (cfg.critic.model, "critic.model"),
+        "reward model": (scorer, "reward.model"),
+    }
+    folders = {"policy": policy.folder}
+    configs = {"policy": policy.config}
+    for role, (model, setting) in others.items():
+        scores = role == "reward model"
+        folder = find_other_model(model, policy.config, cfg.parallel, setting, scores=scores)
+        if folder:
+            folders[role] = folder
+            configs[role] = build.read_config(folder)
+    critic = configs.get("critic", policy.config)
+    count_frozen(policy.config, cfg.policy)
+    count_frozen(critic, cfg.critic, score=True)
+    check_routers(cfg, policy.config, critic)
     mixtures.check_experts(
-        models,
+        configs,
         cfg.parallel,
         ranks_of_node=ranks_of_node(),
         tokens_per_rank=cfg.tokens_per_rank,
     )
+    return folders
+
+
+def num_rl_steps(cfg: RLConfig, num_prompts: int) -> int:
+    """Return the number of steps of an RL run: num_steps, or as many as num_epochs takes.
+
+    Args:
+        cfg: the config of the run.
+        num_prompts: number of prompts to train on.
+
+    Raises:
+        UserError: the critic's warm-up takes all of them.
+    """
+    if not cfg.num_epochs:
+        return cfg.num_steps
+    exact = cfg.num_epochs * num_prompts / cfg.rollout.prompts_per_step
+    num_steps = max(1, math.ceil(exact - 1e-9))  # 0.1 * 30 is more than 3
+    validate_warmup(cfg, num_steps)
+    return num_steps
+
+
+def num_tickets(cfg: RLConfig) -> int | None:
+    """Return how many tickets a run draws at most; None: it may draw every row."""
+    rollout = cfg.rollout
+    if rollout.curriculum_floor or cfg.num_epochs:
+        return None
+    per_step = rollout.prompts_per_step + rollout.extra_prompts
+    # Groups that are begun ahead may be unfinished when the run ends.
+    in_rollouts = (cfg.num_steps + 1 + rollout.max_staleness) * per_step + rollout.ahead
+    return max(in_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)
 
 
 def check_same_models(
     cfg: RLConfig | SupervisedConfig, folders: dict[str, Path], mesh: Mesh
 ) -> None:
-    """Refuse models whose weights or config have other sizes on another machine. Collective.
+    """Refuse models with weights or a config of other sizes on another machine. Collective.
 
     Args:
-        cfg: the folder of a scratch model, which is still to be made, is left out.
-        folders: of the models, by their roles. A hub's cache may be elsewhere on each machine.
+        cfg: the config; the folder of a scratch model does not exist yet and is left out.
+        folders: folders of the models by role. A hub's cache may be elsewhere on each machine.
         mesh: the ranks.
 
     Raises:
@@ -238,13 +276,13 @@ def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
 
 
 def check_steps_left(cfg: TrainingConfig, num_steps: int, mesh: Mesh) -> None:
-    """Refuse to resume a run that is longer already than it is now asked to be. Collective.
+    """Refuse to resume a run that already has more steps than the config asks for. Collective.
 
     Its newest weights would be evaluated and exported as those of an earlier step.
 
     Args:
-        cfg: the config; without `resume` there is nothing to check.
-        num_steps: of the run: `cfg.num_steps`, or as many as `cfg.num_epochs` takes.
+        cfg: the config; without `resume` nothing is checked.
+        num_steps: steps of the run: `cfg.num_steps`, or as many as `cfg.num_epochs` takes.
         mesh: the ranks.
 
     Raises:
@@ -259,12 +297,12 @@ def check_steps_left(cfg: TrainingConfig, num_steps: int, mesh: Mesh) -> None:
                 newest <= num_steps,
                 f"resume: the newest checkpoint of {cfg.output} is of step {newest}, and num_steps "
                 f"(or num_epochs) ends the run at step {num_steps}; raise it to step {newest} or "
-                f"later, or remove the checkpoints after step {num_steps} to go on from an earlier "
-                "one",
+                f"later, or remove the checkpoints after step {num_steps} to resume from an "
+                "earlier one",
             )
 
 
-# What a start that was killed while it made its model leaves. A new start makes them anew.
+# Files of a start that was killed while it made its model. A new start makes them again.
 LEFT_BY_A_START = (
     "scratch",
     "scratch.partial",
@@ -290,7 +328,7 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
     if in_the_way:
         raise UserError(
             f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
-            "--output, or go on with it by --resume"
+            "--output, or resume it by --resume"
         )
 
 
@@ -305,11 +343,11 @@ def find_model(
     """Find and check policy.model; the folder of a scratch model is made by `make_scratch`.
 
     Args:
-        cfg: of RL, the model must work in the engine, too.
+        cfg: the config; with one of RL the model must work in the engine, too.
         max_len: longest sequence of a scratch model.
-        watch: of this process, for the time limit of a chat template.
-        engine_on: the engine's type of device.
-        chats: there are chats to encode, so the tokenizer needs a template.
+        watch: the process's watch, for the time limit of a chat template.
+        engine_on: type of the engine's device.
+        chats: whether there are chats to encode, for which the tokenizer needs a template.
 
     Raises:
         UserError: there is no such model, or it does not work with the settings.
@@ -329,7 +367,7 @@ def find_model(
     if isinstance(cfg, RLConfig):
         engine = cfg.engine
         max_images = engine.max_images
-        # Replayed rollouts have been sampled by an engine, and need none any more.
+        # Replayed rollouts were sampled before and need no engine.
         device = None if cfg.rollout.replay else engine_on
         families.check_supported(
             config, where, engine.tensor_parallel_size, engine.max_model_len, device
@@ -370,26 +408,26 @@ def check_tokens(
     """Refuse a tokenizer, or eos tokens, beyond the model's vocabulary.
 
     Args:
-        tokenizer: of the model.
-        folder: of the model.
-        config: of the model.
-        where: begins an error message.
-        chats: there are chats, whose answers must end.
+        tokenizer: the model's tokenizer.
+        folder: the model's folder.
+        config: the model's config.
+        where: beginning of an error message.
+        chats: whether there are chats; their answers must end.
 
     Raises:
-        UserError: for what lies beyond, or if answers have no end.
+        UserError: a token is beyond the vocabulary, or no token ends answers.
     """
     stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
     chat.check_tokens(tokenizer, stop_ids, config.get_text_config().vocab_size, where)
 
 
 def choose_dtype(asked: Dtype, setting: str, mesh: Mesh) -> Dtype:
-    """Return the dtype to compute in, and say what auto is where a CPU decides. Collective.
+    """Return the dtype to compute in, and say what auto is if a CPU decides it. Collective.
 
     Args:
-        asked: what the setting says.
-        setting: its name.
-        mesh: of the run.
+        asked: value of the setting.
+        setting: name of the setting.
+        mesh: the ranks.
     """
     if asked != "auto":
         return asked
@@ -410,17 +448,17 @@ def find_other_model(
     *,
     scores: bool = False,
 ) -> Path | None:
-    """Find and check a model beside the policy, which reads the same tokens.
+    """Find and check another model, which reads the same tokens as the policy.
 
     Args:
         model: folder or hub id; empty: there is none.
         policy: the policy's config.
         parallel: the mesh.
-        setting: what names the model, for errors.
-        scores: it is a reward model: its weights have a score head.
+        setting: the setting that names the model, for errors.
+        scores: whether it is a reward model, which has a score head.
 
     Returns:
-        Its folder, or None.
+        The model's folder; None: there is none.
 
     Raises:
         UserError: it cannot work.
@@ -451,8 +489,8 @@ def find_other_model(
 def check_head(folder: Path, setting: str) -> None:
     """Refuse a model without a score head. Raises UserError.
 
-    A head that is missing would be made of zeros. A critic can learn from there; the scores of a
-    reward model would all be 0.
+    A missing head would be filled with zeros. A critic can learn from there; all scores of a reward
+    model would be 0.
     """
     require(
         loading.SCORE in open_weights(folder),
@@ -464,8 +502,7 @@ def check_head(folder: Path, setting: str) -> None:
 def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> None:
     """Lock the output folder, and write the model that `policy.model = scratch` asks for there.
 
-    Collective. Call it after the last check: a program that refuses its config leaves nothing
-    behind.
+    Collective. Call it after the last check: a program that refuses its config leaves no files.
 
     Raises:
         UserError: another run is in the folder, or the model could not be written.
@@ -492,3 +529,115 @@ def _write_scratch(cfg: RLConfig | SupervisedConfig, folder: Path, max_len: int)
     scratch.make_model(cfg.policy.scratch, partial_folder, max_len=max_len, seed=cfg.seed)
     sync_files(partial_folder)
     publish_folder(folder)
+
+
+def marks_for_template(row: dict) -> int:
+    """Return the marks of a row about what its chat template has to show."""
+    marks = HAS_TOOLS if "tools" in row.get("template_inputs", {}) else 0
+    for name in ("messages", "prompt", "chosen", "rejected"):
+        messages = row.get(name)
+        if isinstance(messages, list) and has_calls(messages):
+            marks |= HAS_CALLS
+    return marks
+
+
+def require_shown(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template that leaves out the tools, or the calls of tools, of rows.
+
+    Args:
+        rows: rows with the marks of `marks_for_template`.
+        tokenizer: the tokenizer with the template.
+
+    Raises:
+        UserError: a row is not shown whole; it says which one is the first.
+    """
+    number = rows.first_marked(HAS_TOOLS)
+    if number is not None:
+        with errors_at(rows.place(number)):
+            chat.require_tools_shown(tokenizer, rows[number]["template_inputs"]["tools"])
+    number = rows.first_marked(HAS_CALLS)
+    if number is not None:
+        with errors_at(rows.place(number)):
+            chat.require_calls_shown(tokenizer)
+
+
+class PromptChecks:
+    """Checks of rows of prompts, made while each row is read once."""
+
+    def __init__(
+        self, rewards: Rewards | None, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig
+    ):
+        """Take what grades the answers: `rewards`, or None if the environment does."""
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.bound = LengthBound(tokenizer, cfg)
+
+    def mark(self, row: dict) -> int:
+        """Return the marks of a row."""
+        marks = marks_for_template(row)
+        if self.bound.exceeds(row):
+            marks |= MAY_BE_LONG
+        if row.get("answer") is None:
+            marks |= NO_ANSWER
+        if self.rewards:
+            try:
+                self.rewards.check_row(row)
+            except UserError:
+                marks |= UNGRADED
+        return marks
+
+    def refuse_bad(self, rows: Rows) -> None:
+        """Refuse rows that no reward function can grade, and tools that the template leaves out.
+
+        Raises:
+            UserError: for the first of them.
+        """
+        require_shown(rows, self.tokenizer)
+        number = rows.first_marked(UNGRADED)
+        if number is not None and self.rewards:
+            with errors_at(rows.place(number)):
+                self.rewards.check_row(rows[number])
+
+
+def _places(sources: str | list[str]) -> set[str]:
+    """Return the sources of rows: whole paths of files, without their options."""
+    places = set()
+    for source in [sources] if isinstance(sources, str) else sources:
+        file, _, _ = source.partition("?")
+        places.add(os.path.realpath(file) if is_file(file) else source)
+    return places
+
+
+def load_splits(
+    open_rows: Callable[..., Rows],
+    data: RowsConfig,
+    seed: int,
+    mesh: Mesh,
+    mark: Mark,
+) -> tuple[Rows, Rows]:
+    """Read all rows once; return those to train on and the held-out ones. Collective.
+
+    Args:
+        open_rows: opens rows as open_rows(source, setting, data, mesh); the setting is for errors.
+        data: the sources. Without `data.eval`, `data.held_out` rows of `data.train` are held out.
+        seed: seed of the choice of held-out rows.
+        mesh: the ranks.
+        mark: returns the marks of a row.
+
+    Raises:
+        UserError: a source cannot be read, or a row is malformed.
+    """
+    train = open_rows(data.train, "data.train", data, mesh)
+    if not data.eval:
+        return read_rows(train, mesh, seed, data.held_out, mark)
+    both = _places(data.train) & _places(data.eval)
+    if both and mesh.rank == 0:
+        say(
+            f"data.eval and data.train both name {', '.join(sorted(both))}: held-out scores are of "
+            "rows that are trained on; data.held_out sets some rows aside instead"
+        )
+    held_out = open_rows(data.eval, "data.eval", data, mesh)
+    held_out.missing.clear()  # Held-out rows need not have every column that is named.
+    train, _ = read_rows(train, mesh, seed, mark=mark)
+    held_out, _ = read_rows(held_out, mesh, seed, mark=mark)
+    return train, held_out

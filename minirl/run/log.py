@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minirl.base.files import write_whole
 from minirl.base.log import say
 from minirl.run.trackers import Tracker
 
@@ -19,14 +18,14 @@ class Log:
     """Console, progress bar, metrics.jsonl, TensorBoard and trackers of a run.
 
     Made on every rank; silent on all but rank 0. Files in the run folder: `metrics.jsonl` (one
-    object a step) and `tensorboard/`. Where the console is no terminal, but a file, a step is a
-    line in place of a move of the progress bar.
+    object a step) and `tensorboard/`. If the console is no terminal, each step prints a line
+    instead of moving the progress bar.
 
     Args:
-        folder: of the run.
-        rank: of this process.
-        first_step: of a resumed run; else 0.
-        trackers: returns what else gets the metrics; called on rank 0.
+        folder: the run's folder.
+        rank: rank of this process.
+        first_step: first step of a resumed run; else 0.
+        trackers: returns more receivers of the metrics; called on rank 0.
     """
 
     def __init__(
@@ -40,14 +39,14 @@ class Log:
         self.rank = rank
         self.bar = tqdm(disable=True)
         self.has_terminal = sys.stderr.isatty()
-        self.total = 0  # Steps of the present progress bar.
+        self.total = 0  # Steps of the current progress bar.
         self.description = ""
-        self.began = time.monotonic()  # When its first step did,
-        self.num_shown = 0  # and how many have ended since.
+        self.began = time.monotonic()  # Start of its first step.
+        self.num_shown = 0  # Steps that it has shown.
         self.trackers: list[Tracker] = []
         if rank == 0:
             self.trackers += trackers()
-            # Here, because it is slow to import and needed on one rank only.
+            # Imported here, because it is slow and only this rank needs it.
             from torch.utils.tensorboard import SummaryWriter
 
             threading.excepthook = partial(_leave_out_board, threading.excepthook)
@@ -78,10 +77,10 @@ class Log:
         """Write one row: {"phase": "rl", "step": 7, ...}.
 
         Args:
-            phase: what kind of row this is.
-            step: its step.
+            phase: the kind of row.
+            step: number of the step.
             values: the metrics.
-            shown: metrics to show beside the progress bar, which then advances by a step.
+            shown: names of the metrics that the progress bar shows; it advances if there are any.
         """
         if shown:
             postfix = {name: f"{values[name]:.3g}" for name in shown if name in values}
@@ -98,7 +97,7 @@ class Log:
                 tracker.log(phase, step, values)
 
     def _line_of_step(self, step: int, shown: dict[str, str]) -> str:
-        """Return a step as a line: its number, what is shown, how long the rest will take."""
+        """Return a line about a step: its number, what is shown, how long the rest will take."""
         self.num_shown += 1
         seconds = (time.monotonic() - self.began) / self.num_shown
         left = seconds * (self.total - step - 1)
@@ -136,49 +135,7 @@ def _leave_out_board(
 ) -> None:
     """Show what a thread has raised, unless it is TensorBoard's.
 
-    That error is raised in the main thread, too, by the next thing that is logged, and is told once
-    there.
+    The next line that is logged raises that error in the main thread, too.
     """
     if type(failed.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         show(failed)
-
-
-def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
-    """Drop the rows of metrics.jsonl that a resumed run will write again.
-
-    Lines that are no rows, as a full disk or a power cut leaves one at the end, are dropped, too,
-    and told in one line.
-
-    Args:
-        path: the file.
-        keep_before: RL and evaluation steps from this one on are dropped.
-        keep_sft: whether to keep the rows of the warm start.
-    """
-    if not path.exists():
-        path.unlink(missing_ok=True)  # a link to nothing, where the run would make a file
-        return
-    kept = []
-    num_torn = 0
-    for line in path.read_bytes().split(b"\n"):
-        if not line.strip():
-            continue
-        place = _place_of_row(line)
-        if place is None:
-            num_torn += 1
-            continue
-        phase, step = place
-        is_warm_start = phase == "sft" or step < 0
-        if keep_sft if is_warm_start else step < keep_before:
-            kept.append(line.decode() + "\n")
-    if num_torn:
-        say(f"{path}: {num_torn} lines that are no rows (written only in part?) are left out")
-    write_whole(path, "".join(kept))
-
-
-def _place_of_row(line: bytes) -> tuple[str, int] | None:
-    """Return phase and step of a row of metrics.jsonl; None: the line is no row."""
-    try:
-        row = json.loads(line)
-        return str(row["phase"]), int(row["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None

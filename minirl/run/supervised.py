@@ -1,13 +1,14 @@
-"""Training on what others wrote.
+"""Training on given answers.
 
-`SupervisedTrainer` is SFT itself; reward models, DPO and KTO put methods of their own in place of
-some of its. `warm_start` is the short form before RL.
+`SupervisedTrainer` is SFT itself; reward models, DPO and KTO override some of its methods.
+`warm_start` is the short form before RL.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,47 +20,50 @@ from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat, images
-from minirl.data.examples import Chats, StepExamples, open_chats, to_examples
-from minirl.data.pairs import Pairs, open_pairs
+from minirl.data.examples import Chats, open_chats, to_examples
 from minirl.data.rows import Rows
 from minirl.model import families
-from minirl.model.mixture import routing
+from minirl.model.mixture import mixtures, routing
 from minirl.parallel.machines import errors_of_machines
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
 from minirl.run.inputs import (
     Inputs,
-    check_experts,
     check_output,
     check_same_models,
     check_steps_left,
     find_model,
     find_other_model,
+    load_splits,
     make_scratch,
+    marks_for_template,
+    require_shown,
 )
 from minirl.run.log import Log
-from minirl.run.row_checks import load_splits, marks_for_template, require_shown
-from minirl.run.throughput import count_work
-from minirl.run.trainer import Program, TrainingRun
-from minirl.train.minibatches import make_minibatch
-from minirl.train.policy import Metrics, Minibatch, Policy
-from minirl.train.reference import Reference
-from minirl.train.schedule import learning_rate
+from minirl.run.metrics import count_work
+from minirl.run.trainer import BaseTrainer, TrainingRun
+from minirl.train.policy import Metrics, Minibatch, Policy, Reference
+from minirl.train.updates import learning_rate, make_minibatch
 from minirl.types.packed import Trajectory
 
 
-class SupervisedTrainer(Program):
-    """A supervised run: `train` is the algorithm, and SFT is what the methods say here."""
+@dataclass(frozen=True)
+class Task:
+    """What a supervised program learns from, and with what kind of model."""
+
+    name: str  # On the progress bar.
+    open_rows: Callable[..., Rows]  # Opens the sources of rows, as `load_splits` calls it.
+    encoder: type[Chats]  # Makes token ids of rows.
+    pairs: bool = False  # A row is a pair; its two sides stay in one micro-batch.
+    score_head: bool = False  # The model has a score head instead of the language model's.
+
+
+class SupervisedTrainer(BaseTrainer):
+    """A supervised run: `train` is the algorithm; with these methods it is SFT."""
 
     cfg: SupervisedConfig
-    name = "sft"  # On the progress bar.
-    score_head = False  # The model has a score head in place of the language model's.
-    pairs = False  # Rows are pairs, whose two sides stay in one micro-batch.
-    open_rows: Callable[..., Rows] = staticmethod(open_chats)  # Of the rows that it learns from,
-    rows_class: type[Chats] = Chats  # and what makes token ids of them.
-    # What became of rows that do not fit, for the log: a number, data.max_tokens, a number.
-    lost = "{} cut to {} tokens, {} dropped with no token in the loss"
+    task = Task("sft", open_chats, Chats)
 
     def __init__(self, cfg: SupervisedConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
@@ -69,13 +73,18 @@ class SupervisedTrainer(Program):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
             check_output(cfg, mesh)
-            train, held_out = load_splits(self.open_rows, cfg.data, cfg.seed, mesh, mark_row)
+            train, held_out = load_splits(self.task.open_rows, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
                 files = find_model(cfg, max_tokens, mesh.watch, chats=has_chats)
-                check_experts({"policy": files.config}, cfg)
-            count_frozen(files.config, cfg.policy, score=self.score_head)
+                mixtures.check_experts(
+                    {"policy": files.config},
+                    cfg.parallel,
+                    ranks_of_node=ranks_of_node(),
+                    tokens_per_rank=cfg.tokens_per_rank,
+                )
+            count_frozen(files.config, cfg.policy, score=self.task.score_head)
             routing.check(files.config, cfg.policy)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             where = f"policy.model = {cfg.policy.model}"
@@ -90,7 +99,7 @@ class SupervisedTrainer(Program):
 
             # 2. Rows as token ids, when a step needs them.
             as_tokens = partial(
-                self.rows_class,
+                self.task.encoder,
                 tokenizer=files.tokenizer,
                 stop_ids=chat.stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
                 cfg=cfg.data,
@@ -98,7 +107,7 @@ class SupervisedTrainer(Program):
                 thread=ThreadPoolExecutor(1, "encode"),
                 seed=cfg.seed,
                 vision=files.vision,
-                score=self.score_head,
+                score=self.task.score_head,
             )
             self.files = files
             self.rows = as_tokens(train)
@@ -111,7 +120,7 @@ class SupervisedTrainer(Program):
             self.check_model()
             make_scratch(cfg, max_tokens, mesh)
             self.announce(supervised_workload(cfg, mesh.world_size, {"policy": files.config}))
-            self.policy = self.load_model(cfg.policy, files.folder, score=self.score_head)
+            self.policy = self.load_model(cfg.policy, files.folder, score=self.task.score_head)
             self.ref = self.load_reference()
             description = f"{len(self.rows)} rows, {len(self.held_out)} held out"
             self.run = TrainingRun(cfg, self.policy, description)
@@ -121,7 +130,7 @@ class SupervisedTrainer(Program):
         cfg = self.cfg
         run = self.run
         loss = self.make_loss()
-        run.begin(self.name, self.num_steps)
+        run.begin(self.task.name, self.num_steps)
         for step in range(run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before" if step == 0 else None)
@@ -130,7 +139,10 @@ class SupervisedTrainer(Program):
             with self.timer.phase("prepare"):
                 first = step * cfg.batch_size
                 examples = self.rows.examples(range(first, first + cfg.batch_size))
-                self.say_lost(step, examples)
+                if any(examples.num_lost) and not self.has_said_lost:  # the log counts all of them
+                    self.has_said_lost = True
+                    lost = self.describe_lost(*examples.num_lost)
+                    run.log.say(f"step {step}: of {cfg.batch_size} rows {lost}")
             metrics: Metrics = {}
             work = None
             if examples.num_rows:
@@ -161,15 +173,6 @@ class SupervisedTrainer(Program):
                 titled[f"{name} {when}"] = value
         run.finish(titled, sizes={})
 
-    def say_lost(self, step: int, examples: StepExamples) -> None:
-        """Say once what becomes of rows that do not fit; metrics.jsonl counts them in each step."""
-        if self.has_said_lost or not any(examples.num_lost):
-            return
-        self.has_said_lost = True
-        first, second = examples.num_lost
-        lost = self.lost.format(first, self.cfg.data.max_tokens, second)
-        self.run.log.say(f"step {step}: of {self.cfg.batch_size} rows {lost}")
-
     def evaluate(self, step: int, name: str | None) -> None:
         """Score held-out rows. Collective. `name`: keep the scores for the summary."""
         with self.timer.phase("evaluate"):
@@ -180,13 +183,25 @@ class SupervisedTrainer(Program):
         if self.run.has_reached_goal:
             self.run.progress.evaluations["after"] = scores
 
-    # What other programs put in its place.
+    # Other programs override these.
 
     def check_model(self) -> None:
-        """Refuse a model that the program has no use for. Raises UserError."""
+        """Refuse a model that the program cannot use. Raises UserError."""
+
+    def describe_lost(self, num_long: int, num_empty: int) -> str:
+        """Return what happens to rows that do not fit, for the log.
+
+        Args:
+            num_long: rows with more than data.max_tokens tokens.
+            num_empty: rows of which nothing can be learned.
+        """
+        return (
+            f"{num_long} cut to {self.cfg.data.max_tokens} tokens, {num_empty} dropped with no "
+            "token in the loss"
+        )
 
     def load_reference(self) -> Reference | None:
-        """Load a frozen model beside the policy, before anything of the run is written."""
+        """Load the frozen reference, before anything of the run is written."""
         return None
 
     def find_reference(self, model: str) -> Path:
@@ -195,7 +210,7 @@ class SupervisedTrainer(Program):
         return found or self.files.folder
 
     def annotate_reference(self, batches: Minibatch) -> None:
-        """Add the log-probs of the reference, which sleeps otherwise. Collective."""
+        """Add the reference's log-probs; it is awake only here. Collective."""
         assert self.ref
         with self.timer.phase("annotate"):
             self.ref.annotate([batches])
@@ -206,7 +221,8 @@ class SupervisedTrainer(Program):
 
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
-        return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, pairs=self.pairs)
+        pairs = self.task.pairs
+        return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, pairs=pairs)
 
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics of a step as they are logged."""
@@ -221,15 +237,17 @@ class SupervisedTrainer(Program):
 class PairTrainer(SupervisedTrainer):
     """What reward models and DPO share: rows are pairs."""
 
-    pairs = True
-    open_rows = staticmethod(open_pairs)
-    rows_class = Pairs
-    lost = "{} with more than {} tokens and {} with two equal sides dropped"
+    def describe_lost(self, num_long: int, num_empty: int) -> str:
+        """Return what happens to pairs that do not fit."""
+        return (
+            f"{num_long} with more than {self.cfg.data.max_tokens} tokens and {num_empty} with two "
+            "equal sides dropped"
+        )
 
     def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores of pairs.
 
-        The loss; the share in which the chosen answer is put higher, and by how much on average.
+        The loss, the share of pairs with the chosen answer ranked higher, and the mean margin.
         """
         return {name: measured[name] for name in ("loss", "accuracy", "margin")}
 
@@ -240,7 +258,7 @@ HAS_IMAGES = 2
 
 
 def mark_row(row: dict) -> int:
-    """Return the marks of a row to imitate, or of a pair."""
+    """Return the marks of a chat, or of a pair."""
     messages = row.get("messages") or row.get("prompt")
     if not messages:
         return 0
@@ -255,8 +273,8 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
     examples in the same steps.
 
     Returns:
-        How many tokens this rank trained on; None: a signal has asked to stop, and nothing of the
-        warm start is kept.
+        How many tokens this rank trained on; None: a signal has asked to stop, and the warm start
+        is lost.
     """
     sft = cfg.sft
     policy.start_phase(
@@ -286,7 +304,7 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
 
 
 def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:
-    """Return example `number`: a prompt with its answer, at times with one wrong character."""
+    """Return example `number`: a prompt with its answer, sometimes with one wrong character."""
     prompts = inputs.prompts
     row = prompts.row(number)
     rng = np.random.default_rng([cfg.seed, number, 1])
@@ -298,6 +316,6 @@ def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:
         answer = answer[:place] + str(rng.choice(alphabet)) + answer[place + 1 :]
     messages = [*prompts.messages(row), {"role": "assistant", "content": answer}]
     chat_row = {**row, "messages": messages, "trained": [len(messages) - 1]}
-    chat_row.pop("text", None)  # a column of the user's, which is no text to imitate here
+    chat_row.pop("text", None)  # another column of the user's, which is not trained on here
     (example,) = to_examples(prompts.tokenizer, prompts.vision, chat_row, inputs.stop_ids)
     return dataclasses.replace(example, group=number)

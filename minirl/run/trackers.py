@@ -1,8 +1,8 @@
-"""Weights & Biases and trackio: the metrics of a run, sent on by rank 0.
+"""Weights & Biases and trackio: rank 0 sends them the metrics of a run.
 
-Both keep a run under an id. It stays in the run folder (`trackers.json`), so that a resumed run
-goes on under the same one. Each needs its package; both work offline (`WANDB_MODE=offline`; trackio
-keeps its database in `TRACKIO_DIR`).
+Both keep a run under an id. It stays in the run folder (`trackers.json`), so that a resumed run has
+the same one. Each needs its package; both work offline (`WANDB_MODE=offline`; trackio keeps its
+database in `TRACKIO_DIR`).
 """
 
 import abc
@@ -18,11 +18,11 @@ from minirl.config.shared import LogConfig
 
 
 class Tracker(abc.ABC):
-    """Where metrics go beside metrics.jsonl and TensorBoard."""
+    """A receiver of metrics besides metrics.jsonl and TensorBoard."""
 
     @abc.abstractmethod
     def log(self, phase: str, step: int, values: dict[str, float]) -> None:
-        """Send the metrics of a step. Steps of a phase count on their own."""
+        """Send the metrics of a step. Each phase counts its steps by itself."""
 
     @abc.abstractmethod
     def text(self, name: str, step: int, text: str) -> None:
@@ -38,8 +38,8 @@ def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> lis
 
     Args:
         cfg: the section `log`.
-        folder: of the run. One that has an id there goes on under it.
-        settings: of the run, for the trackers to show.
+        folder: the run's folder. A run with an id there keeps it.
+        settings: settings of the run, for the trackers to show.
 
     Raises:
         UserError: a package is missing, or its service cannot be reached.
@@ -47,25 +47,20 @@ def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> lis
     if not (cfg.wandb or cfg.trackio):
         return []
     check_installed(cfg)
-    name, run_id = _identity(folder, cfg.run_name)
+    path = folder / "trackers.json"
+    if path.exists():
+        known = json.loads(path.read_text())
+    else:
+        name = cfg.run_name or folder.resolve().name
+        known = {"name": name, "id": secrets.token_hex(4)}
+        write_whole(path, json.dumps(known) + "\n")
+    name, run_id = known["name"], known["id"]
     trackers: list[Tracker] = []
     if cfg.wandb:
         trackers.append(_Wandb(cfg.wandb, name, run_id, folder, settings))
     if cfg.trackio:
         trackers.append(_Trackio(cfg.trackio, f"{name}-{run_id}", settings))
     return trackers
-
-
-def _identity(folder: Path, name: str) -> tuple[str, str]:
-    """Return name and id of the run in a folder: those that it has there, or new ones."""
-    path = folder / "trackers.json"
-    if path.exists():
-        known = json.loads(path.read_text())
-        return known["name"], known["id"]
-    name = name or folder.resolve().name
-    run_id = secrets.token_hex(4)
-    write_whole(path, json.dumps({"name": name, "id": run_id}) + "\n")
-    return name, run_id
 
 
 class _Wandb(Tracker):
@@ -94,7 +89,7 @@ class _Wandb(Tracker):
         self.phases: set[str] = set()
 
     def log(self, phase: str, step: int, values: dict[str, float]) -> None:
-        """Send the metrics of a step, over an axis of the phase's own."""
+        """Send the metrics of a step, over a separate axis for each phase."""
         if phase not in self.phases:
             self.phases.add(phase)
             self.run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")

@@ -1,6 +1,6 @@
 """What every training program does around its loop.
 
-It opens the folder of the run or goes on in it, logs, saves, and writes the summary.
+It opens the folder of the run or resumes there, logs, saves, and writes the summary.
 """
 
 import abc
@@ -10,6 +10,7 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -30,17 +31,38 @@ from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
 from minirl.rollout import records
-from minirl.run import report, results, throughput
+from minirl.run import metrics, results
 from minirl.run.inputs import choose_dtype
-from minirl.run.log import Log, truncate
-from minirl.run.progress import Progress
-from minirl.run.throughput import Utilisation, Work
+from minirl.run.log import Log
 from minirl.run.trackers import open_trackers
-from minirl.train.policy import Metrics, Policy
-from minirl.train.reference import Reference, is_base
+from minirl.train.policy import Metrics, Policy, Reference, is_base
 
-# What whoever reads the last line of a stopped run has to know.
-GO_ON = "Go on with the same command and --resume"
+# Ends the last line of a stopped run.
+HOW_TO_RESUME = "Resume with the same command and --resume"
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What a checkpoint and the summary need besides weights."""
+
+    # Name (before_sft, before_rl, after_rl, before, after) -> result of that evaluation.
+    evaluations: dict[str, dict] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # Of each phase.
+    tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
+    # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
+    extra_tickets: int = 0
+    gpu_memory: dict[str, float] = field(default_factory=dict)  # Most GiB of a rank, by phase.
+    kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
+    # Count, mean and squares about the mean of all rewards, for reward.normalize.
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    outcomes: str = ""  # Outcomes of prompts in past steps, as a curriculum saves them.
+
+    def add(self, seconds: dict[str, float], **tokens: int) -> None:
+        """Add seconds by phase, and tokens by kind."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0) + value
+        for name, num in tokens.items():
+            self.tokens[name] = self.tokens.get(name, 0) + num
 
 
 class TrainingRun:
@@ -48,8 +70,8 @@ class TrainingRun:
 
     Args:
         cfg: the config; with `resume`, policy and progress become those of the newest checkpoint.
-        policy: the trained model; its mesh and timer are those of the run.
-        description: what the first line of the log says of the data.
+        policy: the trained model; the run uses its mesh and timer.
+        description: the data in a few words, for the first line of the log.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer.
@@ -74,14 +96,21 @@ class TrainingRun:
 
         self.results: results.Results | None = None  # On rank 0.
         if mesh.rank == 0:
-            self._open_folder()
+            # Write the config; drop what the run will write again.
+            lock.hold(self.output)
+            unfinished = self.output / "config.yaml.partial"
+            remove(unfinished)
+            save_config(cfg, unfinished)
+            text = changes.head_of(type(cfg)) + unfinished.read_text()
+            write_whole(self.output / "config.yaml", text)
+            records.drop_steps(self.output / "rollouts", self.first_step)
             resumed = self.resumed_from is not None
             self.results = results.Results(self.output, self.first_step, resumed=resumed)
         mesh.watch.record_end = functools.partial(results.record_end, self.output)
-        self.utilisation = Utilisation(mesh)
+        self.utilisation = metrics.Utilisation(mesh)
         self.utilisation.add(policy.folder, score=policy.score)
         self.mark = time.perf_counter()  # When the last step was reported.
-        self.is_stopping = False  # A signal asks to save after this step, and to leave.
+        self.is_stopping = False  # A signal asks to save after this step and to end the run.
         self.num_steps = 0  # Of the whole run; 0 before `begin`.
         self.has_reached_goal = False  # An evaluation has reached `stop_at`: no step follows.
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
@@ -96,34 +125,19 @@ class TrainingRun:
         )
 
         num_parameters = sum(t.numel() for t in policy.shards().values())
-        of_which = ""
+        adapters = ""
         if policy.adapters:
             num_trained = sum(p.numel() for p in lora.trained(policy.model).values())
-            of_which = f" and {num_trained / 1e6:.2f}M in adapters, which are trained"
+            adapters = f" and {num_trained / 1e6:.2f}M in adapters, which are trained"
         self.log.say(
             f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)} on {mesh.device.type}, "
             f"{num_parameters / 1e6:.2f}M "
-            f"parameters{of_which}, {description}; writing {self.output}"
+            f"parameters{adapters}, {description}; writing {self.output}"
         )
         if self.resumed_from:
             self.log.say(f"resuming at step {self.first_step} from {self.resumed_from}")
         elif cfg.resume:
             self.log.say("no finished checkpoint to resume from; starting at step 0")
-
-    def _open_folder(self) -> None:
-        """Write the config; drop what the run will write again. On rank 0."""
-        lock.hold(self.output)
-        unfinished = self.output / "config.yaml.partial"
-        remove(unfinished)
-        save_config(self.cfg, unfinished)
-        text = changes.head_of(type(self.cfg)) + unfinished.read_text()
-        write_whole(self.output / "config.yaml", text)
-        truncate(
-            self.output / "metrics.jsonl",
-            keep_before=self.first_step,
-            keep_sft=self.resumed_from is not None,
-        )
-        records.drop_steps(self.output / "rollouts", self.first_step)
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints, and restore it if the run is resumed.
@@ -147,9 +161,9 @@ class TrainingRun:
         self,
         phase: str,
         step: int,
-        metrics: Metrics,
-        highlights: Iterable[str],
-        work: Work | None = None,
+        values: Metrics,
+        shown: Iterable[str],
+        work: metrics.StepWork | None = None,
         **tokens: int,
     ) -> None:
         """Log a step of training with the seconds of its phases. Collective.
@@ -159,70 +173,55 @@ class TrainingRun:
         Args:
             phase: name of the rows in metrics.jsonl.
             step: number of the step.
-            metrics: what to log.
-            highlights: metrics to show on the progress bar.
-            work: what models were trained on, on all ranks.
-            tokens: of all ranks, by kind.
+            values: metrics of the step.
+            shown: names of the metrics that the progress bar shows.
+            work: what the models were trained on, on all ranks.
+            tokens: numbers of tokens on all ranks, by kind.
         """
+        self.is_stopping = self.mesh.agree_to_stop()
         seconds = self.timer.take()
-        seconds["step"] = time.perf_counter() - self.mark - report.outside_steps(seconds)
+        in_step = time.perf_counter() - self.mark - metrics.outside_steps(seconds)
         self.mark = time.perf_counter()
-        gpu_memory = self.timer.take_memory()
-        own_memory = throughput.host_memory()
-        own_memory |= {f"gpu_gib/{name}": value for name, value in gpu_memory.items()}
-        # The request travels with the seconds.
-        of_ranks = self._of_ranks(seconds | {"is_requested": float(self.mesh.watch.requested)})
-        requests = [of_rank.pop("is_requested") for of_rank in of_ranks]
-        self.is_stopping = any(requests)
-        speeds = report.slowest(of_ranks, **tokens)
-        memory = report.highest(self._of_ranks(own_memory))
-        background = {f"time/{name}": value for name, value in self._take_background().items()}
-        del seconds["step"]  # the sum of others
         self.progress.add(seconds, **tokens)
-        self.progress.add_memory({name: memory[f"gpu_gib/{name}"] for name in gpu_memory})
-        in_training = [speeds.get(f"time/{name}", 0.0) for name in ("forward", "backward")]
-        row = metrics | speeds | background | self.utilisation.metrics(work, sum(in_training))
-        row |= {f"total/{kind}": float(self.progress.tokens[kind]) for kind in tokens}
-        self.log.scalars(phase, step, row | memory, highlights)
+        speeds = metrics.slowest(self._by_rank(seconds | {"step": in_step}), **tokens)
 
-    def _of_ranks(self, values: dict[str, float]) -> list[dict[str, float]]:
+        gpu_memory = self.timer.take_memory()
+        memory = metrics.host_memory()
+        memory |= {f"gpu_gib/{name}": value for name, value in gpu_memory.items()}
+        memory = metrics.highest(self._by_rank(memory))
+        in_run = self.progress.gpu_memory
+        for name in gpu_memory:
+            in_run[name] = max(in_run.get(name, 0.0), memory[f"gpu_gib/{name}"])
+
+        in_training = [speeds.get(f"time/{name}", 0.0) for name in ("forward", "backward")]
+        row = values | speeds | self.utilisation.metrics(work, sum(in_training))
+        row |= {f"total/{kind}": float(self.progress.tokens[kind]) for kind in tokens}
+        self.log.scalars(phase, step, row | memory, shown)
+
+    def _by_rank(self, values: dict[str, float]) -> list[dict[str, float]]:
         """Return the named numbers of each rank. Collective."""
         by_rank = self.mesh.gather_named(values.items())
-        return [{name: part.item() for name, part in of_rank.items()} for of_rank in by_rank]
-
-    def _take_background(self) -> dict[str, float]:
-        """Return the seconds that writes have taken beside training, of those waited for since."""
-        seconds = {
-            "checkpoint_background": self.saver.background_seconds,
-            "export_background": self.exporter.background_seconds,
-        }
-        self.saver.background_seconds = 0.0
-        self.exporter.background_seconds = 0.0
-        taken = {name: value for name, value in seconds.items() if value}
-        for name, value in taken.items():
-            total = self.progress.background_seconds
-            total[name] = total.get(name, 0.0) + value
-        return taken
+        return [{name: part.item() for name, part in on_rank.items()} for on_rank in by_rank]
 
     def record_evaluation(
         self,
         step: int,
         scores: Metrics,
-        highlights: Iterable[str],
+        shown: Iterable[str],
         name: str | None,
         result: dict,
     ) -> None:
         """Log held-out scores; they may make the checkpoint of that step the best one.
 
-        Summary, curves and answers are written anew. Scores that reach `stop_at` before the last
+        Summary and answers are written again. Scores that reach `stop_at` before the last
         step set `has_reached_goal`.
 
         Args:
             step: the weights are those after so many steps.
-            scores: what to log.
-            highlights: scores to print on the console.
+            scores: held-out scores to log.
+            shown: names of the scores to print on the console.
             name: keep `result` for the summary under this name; None: do not keep it.
-            result: of the evaluation; `answers` in it are shown.
+            result: what the evaluation returned; `answers` in it are shown.
 
         Raises:
             UserError: `stop_at` names no score of this evaluation.
@@ -231,7 +230,7 @@ class TrainingRun:
         if self.cfg.checkpoint.best_metric:
             with self.timer.phase("checkpoint"):
                 self.saver.score(step, scores)
-        printed = ", ".join(f"{score} {scores[score]:.4g}" for score in highlights)
+        printed = ", ".join(f"{score} {scores[score]:.4g}" for score in shown)
         self.log.say(f"step {step}: held-out {printed}")
         if 0 <= step < self.num_steps and self._reaches_goal(scores):
             self.has_reached_goal = True
@@ -240,16 +239,15 @@ class TrainingRun:
         if name:
             self.progress.evaluations[name] = result
         answers = result.get("answers", [])
-        shown = answers[: self.cfg.log.samples]
-        if shown:
-            self.log.say(f"step {step}: answers\n{results.describe(shown)}")
-            self.log.text("answers", max(step, 0), results.full_text(shown))
+        samples = answers[: self.cfg.log.samples]
+        if samples:
+            self.log.say(f"step {step}: answers\n{results.describe(samples)}")
+            self.log.text("answers", max(step, 0), results.full_text(samples))
         if self.results:
             if answers:
                 self.results.add_answers(step, name, answers)
             self.results.held_out = scores
             self.results.write(results.RUNNING, "", self._summary(step))
-            self.results.draw()
 
     def _reaches_goal(self, scores: Metrics) -> bool:
         """Return whether scores are those that `stop_at` waits for; no if it names none."""
@@ -265,19 +263,18 @@ class TrainingRun:
         return bool(reached) and all(reached)
 
     def _summary(self, num_steps: int) -> dict:
-        """Return what summary.json says of a run that goes on, after so many finished steps."""
+        """Return what summary.json says of an unfinished run after so many finished steps."""
         progress = self.progress
         held_out = self.results.held_out if self.results else {}
         common = {"step": num_steps, "held_out": held_out, "tokens": progress.tokens}
-        return report.summarise({}, progress.tokens, dict(progress.seconds), common)
+        return results.summarise({}, progress.tokens, dict(progress.seconds), common)
 
     def end(self, num_steps: int, reason: str) -> None:
         """Close the log and write the results of a run that a signal has stopped."""
         self.log.bar.close()
         self.log.say(reason)
         if self.results:
-            self.results.draw()
-            self.results.wait()
+            results.write_curves(self.output)
             self.results.write(results.STOPPED, reason, self._summary(num_steps))
         self.log.close()
 
@@ -288,7 +285,7 @@ class TrainingRun:
 
         Args:
             name: the folder's path in that of the run.
-            weights: others than the model's, by the same names.
+            weights: weights in place of the model's, by the same names.
         """
         with self.timer.phase("export"):
             self.exporter.start(self.policy, self.output / name, weights=weights)
@@ -328,7 +325,7 @@ class TrainingRun:
     def stop(self, num_steps: int, *, is_interrupted: bool = False) -> None:
         """Save, if that is not done, and close the log. Collective.
 
-        This is the end of a run that a signal has asked to leave. It can be resumed.
+        This ends a run that a signal has stopped. It can be resumed.
 
         Args:
             num_steps: finished steps.
@@ -341,8 +338,8 @@ class TrainingRun:
         newest = self.output / f"checkpoints/step-{num_steps}"
         where = f"after {num_steps} steps"
         if is_interrupted:
-            where += " and in the rollout of the next, whose episodes are kept"
-        self.end(num_steps, f"stopped by a signal {where}; saved {newest}. {GO_ON}")
+            where += " and in the rollout of the next; its episodes are kept"
+        self.end(num_steps, f"stopped by a signal {where}; saved {newest}. {HOW_TO_RESUME}")
 
     def export_result(self) -> None:
         """Begin to export the trained model, and the moving average of its weights. Collective.
@@ -353,8 +350,8 @@ class TrainingRun:
             UserError: weights are not finite.
         """
         self.policy.check_finite(
-            "there is nothing to export; train again with a lower policy.lr, or go on from a "
-            "checkpoint before"
+            "there is nothing to export; train again with a lower policy.lr, or resume from an "
+            "earlier checkpoint"
         )
         self.export("model")
         if self.policy.adapters:
@@ -368,20 +365,18 @@ class TrainingRun:
 
         Args:
             scores: held-out scores by title, with which the summary begins.
-            sizes: by title, what has one size in the whole run.
+            sizes: sizes that stay the same in the whole run, by title.
         """
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         self.wait_for_export()
         self.progress.add(self.timer.take())
-        self._take_background()
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mib = self.mesh.gather(round(kilobytes / 1024, 1))
         if self.results:
             longest_first = sorted(self.progress.seconds.items(), key=lambda item: -item[1])
             common = {
-                "background_seconds": self.progress.background_seconds,
                 "sizes": sizes,
                 "gpu_memory_gib": self.progress.gpu_memory,
                 "peak_rss_mb": max(peak_mib),
@@ -390,14 +385,13 @@ class TrainingRun:
                 "model": str(self.output / "model"),
             }
             seconds = {name: round(value, 3) for name, value in longest_first}
-            summary = report.summarise(scores, self.progress.tokens, seconds, common)
-            self.results.wait()
-            report.write_curves(self.output)  # with the rows since the last evaluation
+            summary = results.summarise(scores, self.progress.tokens, seconds, common)
+            results.write_curves(self.output)
             self.results.write(results.FINISHED, "", summary)
-            report.show(self.output, summary, scores)
+            results.show(self.output, summary, scores)
 
 
-class Program(abc.ABC):
+class BaseTrainer(abc.ABC):
     """A training program: the constructor makes `policy` and `run`; `train` is the algorithm."""
 
     run: TrainingRun
@@ -438,7 +432,7 @@ class Program(abc.ABC):
         score: bool = False,
         base: Policy | None = None,
     ) -> Policy:
-        """Load a model onto the mesh of the run; arguments as `Policy` has them."""
+        """Load a model onto the mesh of the run. The arguments are those of `Policy`."""
         if cfg.activation_checkpointing == "auto":
             cfg = dataclasses.replace(cfg, activation_checkpointing=self.checkpointing)
         return Policy(
@@ -453,7 +447,7 @@ class Program(abc.ABC):
         )
 
     def make_reference(self, folder: Path) -> Reference:
-        """Return the reference that a folder has, loaded unless it is the policy's base."""
+        """Return the reference with a folder's weights; the policy's base is not loaded again."""
         model = None
         if not is_base(self.policy, folder):
             model = self.load_model(self.cfg.policy, folder, trainable=False)
@@ -468,10 +462,10 @@ class Program(abc.ABC):
         """Make the program and train; finish a checkpoint under way however training ends."""
         with lock.released(Path(cfg.output)):
             program = cls(cfg, mesh)
-            mesh.watch.can_save = True  # before they agree: from here on a signal is a request
+            mesh.watch.can_save = True  # from here on a signal asks to save, then to end
             if mesh.agree_to_stop():
-                run = program.run
-                run.end(run.first_step, f"stopped by a signal before the first step. {GO_ON}")
+                reason = f"stopped by a signal before the first step. {HOW_TO_RESUME}"
+                program.run.end(program.run.first_step, reason)
                 return
             with program.run.saver:
                 program.train()

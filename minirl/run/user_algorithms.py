@@ -1,6 +1,6 @@
 """Estimators and losses from files of the user, tried on a made-up batch before anything is loaded.
 
-What they would do wrong after the first rollout, a wrong shape or a NaN, they do wrong here.
+A wrong shape or a NaN, which would end the run after its first rollout, ends it here.
 """
 
 import numpy as np
@@ -18,11 +18,11 @@ REWARDS = ((1.0, 0.0, 0.5), (0.0, -1.0, 1.0))
 
 
 def make_batch(samples: int, *, with_reference: bool) -> Packed:
-    """Return a packed batch of ragged answers, with old log-probs and advantages.
+    """Return a packed batch of answers of several lengths, with old log-probs and advantages.
 
     Args:
-        samples: answers to each prompt, at most 3.
-        with_reference: a run would have the reference's log-probs, too.
+        samples: number of answers to each prompt, at most 3.
+        with_reference: whether the batch has log-probs of a reference, too.
     """
     rng = np.random.default_rng(0)
     trajectories = []
@@ -53,18 +53,14 @@ def make_batch(samples: int, *, with_reference: bool) -> Packed:
 
 
 def check_methods(cfg: RLConfig) -> Estimator:
-    """Return the estimator, having tried it and the loss. Raises UserError as the others do."""
-    correction.resolve(cfg.algo.correction)
-    check_loss(cfg)
-    return find_estimator(cfg)
-
-
-def find_estimator(cfg: RLConfig) -> Estimator:
-    """Return the estimator that `algo.advantage` names; one of a file has been tried.
+    """Try the estimator and the loss that a run names; return the estimator.
 
     Raises:
-        UserError: there is none, it compares answers and there is one to a prompt, or it fails.
+        UserError: there is none of that name, it fails, or the estimator compares answers and there
+            is one to a prompt.
     """
+    correction.resolve(cfg.algo.correction)
+    check_loss(cfg.algo)
     name = cfg.algo.advantage
     estimator = advantages.find(name)
     if ":" not in name:
@@ -79,8 +75,7 @@ def find_estimator(cfg: RLConfig) -> Estimator:
     batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
     if estimator.by_token:
         rewards = advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
-        in_loss = batch.loss_rows
-        advantages.call_checked(estimator, name, in_loss, batch, rewards, cfg.algo)
+        advantages.call_checked(estimator, name, batch.loss_rows, batch, rewards, cfg.algo)
     else:
         in_loss = batch.sequences.loss_tokens > 0
         groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
@@ -90,20 +85,28 @@ def find_estimator(cfg: RLConfig) -> Estimator:
     return estimator
 
 
-def check_loss(cfg: RLConfig) -> None:
+def check_loss(cfg: AlgoConfig) -> None:
     """Try the loss of a file, if `algo.loss` names one: shapes, finite numbers, a gradient.
 
     Raises:
         UserError: there is none, or it fails.
     """
-    own = losses.find_own(cfg.algo.loss)
-    if own is None:
+    user_loss = losses.find_own(cfg.loss)
+    if user_loss is None:
         return
-    where = f"algo.loss = {cfg.algo.loss}"
-    batch = make_batch(3, with_reference=cfg.algo.kl_coef > 0)
+    where = f"algo.loss = {cfg.loss}"
+    expected = (
+        f"{where}: it is called as f(batch, logprobs, entropy, cfg) and must return (loss [T], a "
+        "dict of metrics [T])"
+    )
+    batch = make_batch(3, with_reference=cfg.kl_coef > 0)
     logprobs = batch.engine_logprobs.clone().requires_grad_()
-    entropy = batch.old_entropy.clone()
-    loss, metrics = _try_loss(own, where, batch, logprobs, entropy, cfg.algo)
+    try:
+        loss, metrics = user_loss(batch, logprobs, batch.old_entropy.clone(), cfg)
+    # The user's code may raise anything.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise UserError(f"{expected}; {type(error).__name__}: {error}") from error
+    require(isinstance(metrics, dict), f"{expected}; its metrics are {metrics!r:.200}")
 
     num_rows = len(batch.inputs)
     for name, values in (("its loss", loss), *metrics.items()):
@@ -112,9 +115,10 @@ def check_loss(cfg: RLConfig) -> None:
             f"{where}: {name} must be a tensor [T] with a value for each of {num_rows} rows, and "
             f"is {values!r:.200}",
         )
+        in_loss = values[batch.loss_mask]
         require(
-            values[batch.loss_mask].isfinite().all(),
-            f"{where}: {name} is not finite at tokens in the loss: {values[batch.loss_mask]}",
+            in_loss.isfinite().all(),
+            f"{where}: {name} is not finite at tokens in the loss: {in_loss}",
         )
     require(
         loss.requires_grad,
@@ -127,25 +131,3 @@ def check_loss(cfg: RLConfig) -> None:
         gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.any()),
         f"{where}: the gradient of its loss by logprobs is 0 or not finite: {gradient}",
     )
-
-
-def _try_loss(
-    own: losses.OwnLoss,
-    where: str,
-    batch: Packed,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    cfg: AlgoConfig,
-) -> tuple[torch.Tensor, losses.Metrics]:
-    """Call the loss of a file. Raises UserError: it raises, or does not return two values."""
-    expected = (
-        "it is called as f(batch, logprobs, entropy, cfg) and must return (loss [T], a dict of "
-        "metrics [T])"
-    )
-    try:
-        loss, metrics = own(batch, logprobs, entropy, cfg)
-    # The user's code may raise anything.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise UserError(f"{where}: {expected}; {type(error).__name__}: {error}") from error
-    require(isinstance(metrics, dict), f"{where}: {expected}; its metrics are {metrics!r:.200}")
-    return loss, metrics

@@ -16,7 +16,7 @@ from minirl.rollout.sampler import Sampler
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 
-# Metrics of an episode: what their names begin with, and where they are in its info.
+# Metrics of an episode: the prefix of their names, and their key in its info.
 INFO_METRICS = (
     ("reward", "rewards"),
     ("reward", "reward_metrics"),
@@ -24,7 +24,7 @@ INFO_METRICS = (
     ("env", "env"),
     ("endpoint", "endpoint"),
 )
-NUM_SHOWN = 5  # Prompts whose answers are kept for people to read.
+NUM_SHOWN = 5  # Prompts with answers that people may read.
 
 
 def breakdown(
@@ -35,23 +35,17 @@ def breakdown(
 ) -> dict[str, float]:
     """Return means over the episodes of all ranks, sorted by name. Collective.
 
-    However the episodes are spread over the ranks, the means are the same to the bit.
+    The means are the same to the bit for every way to spread the episodes over the ranks.
 
     Args:
-        episodes: of this rank, one trajectory of each.
+        episodes: one trajectory of each episode of this rank.
         threshold: the score at which an answer counts as correct.
         mesh: the ranks.
         more: further names and values to take means of.
 
     Returns:
-        `source/NAME/accuracy` and `source/NAME/reward` of each data source, where rows have one;
-        `reward/NAME` of each of several reward functions, over the answers that it applies to, and
-        of what functions of TRL and OpenRLHF log; `graders/stopped`, the share of answers
-        that a grader of another package could not grade within its limits; `env/turns`,
-        `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports;
-        `endpoint/refused`, requests of an agent that the endpoint refused, `endpoint/unguided`,
-        those whose answers it could not hold to what they demand, and `endpoint/outside_loss`, the
-        share of tokens that guided decoding put outside the loss; the means of `more`.
+        The means of `more`, and those that METRICS.md explains: `source/NAME/*` of each data
+        source, `reward/NAME` of each reward function, `graders/*`, `env/*` and `endpoint/*`.
     """
     gathered = _gather_sorted([*more, *_of_episodes(episodes, threshold)], mesh)
     return {name: _mean(in_order) for name, in_order in gathered.items()}
@@ -79,7 +73,7 @@ def _gather_sorted(values: list[tuple[str, float]], mesh: Mesh) -> dict[str, lis
     by_rank = mesh.gather_named(values)
     gathered = {}
     for name in sorted(set().union(*by_rank)):
-        parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
+        parts = [on_rank[name] for on_rank in by_rank if name in on_rank]
         gathered[name] = np.sort(np.concatenate(parts)).tolist()
     return gathered
 
@@ -101,11 +95,11 @@ def _deviation(values: Iterable[float]) -> float:
 def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
     """Return means over the episodes of a training step on all ranks. Collective.
 
-    Beside what `breakdown` returns: `answer_tokens`, and `longest_answer`, their maximum;
+    In addition to the means of `breakdown`: `answer_tokens`, and `longest_answer`, their maximum;
     `stopped`, the share of answers that ended by themselves; `staleness`, optimizer steps since the
     oldest token was sampled; `reward`, the score; `shaped_reward`, and its deviation over all
     episodes (`reward_deviation/all`) and the mean of those within the groups
-    (`reward_deviation/group`); and `equal_groups`, the share of groups whose rewards are all equal.
+    (`reward_deviation/group`); and `equal_groups`, the share of groups with equal rewards.
     """
     episodes = [t for t in trajectories if t.segment == 0]
     values = _of_episodes(episodes, threshold)
@@ -126,7 +120,7 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
 
 
 def eval_sampling(cfg: SamplingConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Return how an evaluation samples: by `eval`, and where that leaves it open, by `rollout`."""
+    """Return how an evaluation samples: as `eval` says, else as `rollout` says."""
     extra = eval_extra_tokens(cfg)
     return Sampling(
         max_tokens=cfg.eval.max_tokens or cfg.rollout.max_tokens,
@@ -137,30 +131,6 @@ def eval_sampling(cfg: SamplingConfig, stop_token_ids: tuple[int, ...]) -> Sampl
         min_p=cfg.rollout.min_p,
         episode_tokens=cfg.env.max_tokens + extra,
         context_tokens=cfg.engine.max_model_len + extra,
-    )
-
-
-def _require_answers(sampler: Sampler, num_prompts: int, num_answers: int) -> None:
-    """Refuse an evaluation without any answer, and say why there is none. Collective.
-
-    Args:
-        sampler: knows why episodes have failed on this rank.
-        num_prompts: held out.
-        num_answers: with tokens, on this rank.
-
-    Raises:
-        UserError: on all ranks.
-    """
-    runner = sampler.runner
-    of_ranks = sampler.mesh.gather((num_answers, runner.failures[:1], runner.refusals[-1:]))
-    if any(num for num, _, _ in of_ranks):
-        return
-    failures = itertools.chain.from_iterable(each for _, each, _ in of_ranks)
-    refusals = itertools.chain.from_iterable(each for _, _, each in of_ranks)
-    why = [*failures, *refusals, "the policy sampled no token in any"][0]
-    raise UserError(
-        f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; mend "
-        "env.name, or give its prompts more room by engine.max_model_len"
     )
 
 
@@ -177,13 +147,13 @@ def evaluate(
     The engine must be awake. The seeds are the same at each call.
 
     Returns:
-        None: a signal asks to stop, on any rank, and has interrupted it. Else
+        None: a signal to any rank has interrupted it. Else
         `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
         2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
         `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
-        `num_shown` prompts, and `last_turn` where an environment has several: of its answers the
-        last one, which is what reward functions grade.
+        `num_shown` prompts, and `last_turn` if an environment has several: the last of its answers,
+        which reward functions grade.
 
     Raises:
         UserError: no prompt got an answer.
@@ -191,9 +161,17 @@ def evaluate(
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if trajectories is None:
         return None
-    # Tokens of a grammar are outside the loss, and an answer all the same.
+    # Tokens of a grammar are outside the loss; they are still an answer.
     num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
-    _require_answers(sampler, len(prompts.rows), num_answers)
+    reasons = [*sampler.runner.failures[:1], *sampler.runner.refusals[-1:]]
+    by_rank = sampler.mesh.gather((num_answers, reasons))
+    if not any(num for num, _ in by_rank):
+        found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
+        why = next(found, "the policy sampled no token in any")
+        raise UserError(
+            f"none of the {len(prompts.rows)} held-out prompts got an answer to evaluate: {why}; "
+            "fix env.name, or give its prompts more room by engine.max_model_len"
+        )
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]
@@ -203,14 +181,14 @@ def evaluate(
     for _, group in itertools.groupby(episodes, lambda t: t.group):
         samples = list(group)
         correct = [float(t.reward >= cfg.threshold) for t in samples]
-        values_of = {
+        values_by_name = {
             "accuracy": correct,
             "reward": [t.reward for t in samples],
             "answer_tokens": [t.info["answer_tokens"] for t in samples],
             "stopped": [t.info["stopped"] for t in samples],
         }
-        for name, of_samples in values_of.items():
-            values.append((name, sum(of_samples) / len(samples)))
+        for name, sampled in values_by_name.items():
+            values.append((name, sum(sampled) / len(samples)))
         values.append((f"pass@{cfg.samples}", max(correct)))
 
     # 2. Answers to read, in the order of their prompts.
@@ -224,8 +202,8 @@ def evaluate(
             }
             if "last_turn" in t.info:
                 answers[t.group]["last_turn"] = t.info["last_turn"]
-    for of_rank in sampler.mesh.gather(answers):
-        answers |= of_rank
+    for others in sampler.mesh.gather(answers):
+        answers |= others
     return {
         "scores": breakdown(episodes, cfg.threshold, sampler.mesh, values),
         "answers": [answers[group] for group in sorted(answers)],

@@ -1,4 +1,4 @@
-"""A sharded model and its optimizer.
+"""A sharded model with its optimizer, and the frozen reference that it is compared with.
 
 `annotate` adds log-probs to batches, `update` makes one optimizer step of any loss.
 """
@@ -9,7 +9,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,18 +37,10 @@ from minirl.types.packed import Packed
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
-# Updates that may be skipped in a row. One is no harm, but a run that learns nothing has to end.
+# Updates that may be skipped in a row. One does no harm, but a run that learns nothing must end.
 MAX_SKIPPED = 5
 # `policy.accumulate` auto keeps the whole gradient on a rank if it takes no more than this.
 WHOLE_GRADIENT_BYTES = 4 * 2**30
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """What a step's micro-batches add up to on this rank."""
-
-    values: dict[str, Tensor]  # Scalars on the device, by name of the metric.
-    num_units: float  # Tokens (or pairs) in the loss, on all ranks, that metrics are means over.
 
 
 class Policy:
@@ -61,11 +52,11 @@ class Policy:
         mesh: the ranks.
         trainable: False: a frozen copy (the KL reference) in the compute dtype; its optimizer has
             no parameters.
-        score: with a score head instead of the language model's (reward models, critics). Where
-            others give log-probs, such a model gives scores.
+        score: with a score head instead of the language model's (reward models, critics). Such a
+            model returns scores instead of log-probs.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
-        base: a policy with adapters, of the same folder, whose frozen weights this one computes
-            with. None: it holds its own.
+        base: a policy with adapters and the same folder; this one shares its frozen weights. None:
+            it has separate weights.
         timer: gets the seconds of forward, backward and optimizer.
     """
 
@@ -98,7 +89,7 @@ class Policy:
             sequence_parallel=sequence_parallel,
             base=base.model if base else None,
         )
-        # None: all weights are trained themselves.
+        # None: all weights are trained.
         self.adapters = self.model.adapters
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -106,7 +97,7 @@ class Policy:
         fits = whole_bytes <= WHOLE_GRADIENT_BYTES
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = read_vision(folder) if families.reads_images(self.model.config) else None
-        # What `pack` must make of micro-batches for this model.
+        # How `pack` lays out micro-batches for this model.
         self.layout = RowLayout(
             multiple=mesh.tensor.size() if sequence_parallel else 1,
             context=mesh.context,
@@ -116,7 +107,7 @@ class Policy:
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
-        self.num_skipped = 0  # Updates in a row whose gradient was not finite.
+        self.num_skipped = 0  # Updates in a row with a gradient that was not finite.
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         self.sleeper = Sleeper(
             self.model,
@@ -213,11 +204,11 @@ class Policy:
     def update(self, minibatch: Minibatch, loss: Loss, lr: float) -> Metrics:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
 
-        A step whose gradient is not finite is skipped, said on the console and counted in
-        `skipped_updates`.
+        If the gradient is not finite, the step is skipped, which the console says and
+        `skipped_updates` counts.
 
         Args:
-            minibatch: this rank's micro-batches; every rank must bring the same number of them.
+            minibatch: this rank's micro-batches, as many as on every other rank.
             loss: what to minimise.
             lr: the learning rate of this step.
 
@@ -227,41 +218,39 @@ class Policy:
         Raises:
             UserError: five steps in a row were skipped, or the weights are not finite themselves.
         """
-        sums = self._accumulate(minibatch, loss)
+        sums, num_units = self._accumulate(minibatch, loss)
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
             # With policy.cpu_offload gradients are on the host; all other sums are on the device.
-            grad_norm = fsdp.grad_norm(self.model.parameters())
-            sums.values["grad_norm"] = grad_norm.to(self.mesh.device)
-            metrics = self._reduce_metrics(sums)
+            sums["grad_norm"] = fsdp.grad_norm(self.model.parameters()).to(self.mesh.device)
+            metrics = self._reduce_metrics(sums, num_units)
             if self.model.routing:
                 metrics |= self.model.routing.balance.finish(self.mesh)
-            is_finite = math.isfinite(metrics["grad_norm"])
-            if not is_finite:
-                self._tell_skipped(metrics["loss"], lr)
-            self.num_skipped = 0 if is_finite else self.num_skipped + 1
-            self._step(metrics["grad_norm"], lr)
-            if self.model.routing and is_finite:
-                self.model.routing.balance.move_bias()
+            for part in self.optimizer.parts:
+                for group in part.param_groups:
+                    group["lr"] = lr
+            warmed_up = (1 + self.num_updates) / (10 + self.num_updates)
+            self.optimizer.ema_decay = min(self.cfg.ema_decay, warmed_up)
+
+            grad_norm = metrics["grad_norm"]
+            is_finite = math.isfinite(grad_norm)
+            if is_finite:
+                self.num_skipped = 0
+                max_norm = self.cfg.max_grad_norm
+                if max_norm and grad_norm > max_norm:
+                    fsdp.scale_gradients(self.model.parameters(), max_norm / grad_norm)
+                self.optimizer.step()
+                if self.model.routing:
+                    self.model.routing.balance.move_bias()
+            else:
+                self._report_skipped(metrics["loss"], lr)
+                self.num_skipped += 1
+            self.model.zero_grad()
+            self.num_updates += 1
         return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
 
-    def _step(self, grad_norm: float, lr: float) -> None:
-        """Step the optimizer, unless the gradient is not finite, and drop the gradient."""
-        for part in self.optimizer.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-        warmed_up = (1 + self.num_updates) / (10 + self.num_updates)
-        self.optimizer.ema_decay = min(self.cfg.ema_decay, warmed_up)
-        max_norm = self.cfg.max_grad_norm
-        if math.isfinite(grad_norm):
-            if max_norm and grad_norm > max_norm:
-                fsdp.scale_gradients(self.model.parameters(), max_norm / grad_norm)
-            self.optimizer.step()
-        self.model.zero_grad()
-        self.num_updates += 1
-
-    def _tell_skipped(self, loss: float, lr: float) -> None:
+    def _report_skipped(self, loss: float, lr: float) -> None:
         """Say on the console that an update is skipped, and why. Collective.
 
         Raises:
@@ -269,7 +258,7 @@ class Policy:
         """
         section = section_of(self.cfg)
         self.check_finite(
-            f"every update would be skipped from now on; go on from a checkpoint before, with a "
+            "every update would be skipped from now on; resume from an earlier checkpoint with "
             f"{section}.lr below {lr:g}"
         )
         gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
@@ -288,7 +277,7 @@ class Policy:
             say(f"{text}; the update is skipped")
         require(
             self.num_skipped + 1 < MAX_SKIPPED,
-            f"{MAX_SKIPPED} updates in a row were skipped: {text}. Nothing is learnt any more; "
+            f"{MAX_SKIPPED} updates in a row were skipped: {text}. Nothing is learned any more; "
             f"lower {section}.lr, take {section}.dtype float32, or look at what the loss is made "
             "of (rewards, advantages, log-probs in metrics.jsonl)",
         )
@@ -297,7 +286,7 @@ class Policy:
         """Raise UserError, on all ranks, if weights are NaN or infinite. Collective.
 
         Args:
-            consequence: what follows from it, and what to do.
+            consequence: what that means, and what to do.
         """
         wrong = self._names_of_not_finite(self.parameters())
         require(
@@ -315,10 +304,17 @@ class Policy:
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""
         with self.inference():
-            return self._reduce_metrics(self._accumulate(minibatch, loss, backward=False))
+            return self._reduce_metrics(*self._accumulate(minibatch, loss, backward=False))
 
-    def _accumulate(self, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> _Sums:
-        """Sum gradients over the micro-batches. Return the loss and its metrics, on the device."""
+    def _accumulate(
+        self, minibatch: Minibatch, loss: Loss, *, backward: bool = True
+    ) -> tuple[dict[str, Tensor], float]:
+        """Sum gradients over the micro-batches.
+
+        Returns:
+            The loss and the sums of its metrics on this rank (`_max`: maxima), as scalars on the
+            device; and the number of tokens (or pairs) in the loss on all ranks.
+        """
         unit = "pair" if loss.aggregation == "pair" else "token"  # what metrics are means over
 
         # The denominators of the loss, of its metrics and of routers, over all ranks.
@@ -326,7 +322,7 @@ class Policy:
         for batch in minibatch:
             counts += [normalize.count(batch, of) for of in (loss.aggregation, unit, "token")]
         totals = self.mesh.data_sums(torch.stack(counts).view(-1, 3).sum(0).cpu())
-        # Context ranks count shares, whose sum is whole but for rounding.
+        # Context ranks count shares; their sum is an integer but for rounding.
         denominator, num_units, num_tokens = totals.round().clamp(min=1).tolist()
         routing = self.model.routing if backward else None
         if routing:
@@ -362,23 +358,22 @@ class Policy:
             for name, values in collected.items()
             if name.endswith("_max")
         }
-        return _Sums(sums | maxima, num_units)
+        return sums | maxima, num_units
 
-    def _reduce_metrics(self, sums: _Sums) -> Metrics:
+    def _reduce_metrics(self, sums: dict[str, Tensor], num_units: float) -> Metrics:
         """Return means over all ranks of what `_accumulate` returned (`_max`: maxima)."""
         # All at once: the host waits for the device here, and nowhere else in a step.
-        names = list(sums.values)
-        local_values = torch.stack([value.double() for value in sums.values.values()]).cpu()
+        local_values = torch.stack([value.double() for value in sums.values()]).cpu()
         totals = self.mesh.data_sums(local_values.clone()).tolist()
         maxima = self.mesh.maxima(local_values).tolist()
         metrics = {}
-        for name, total, maximum in zip(names, totals, maxima, strict=True):
+        for name, total, maximum in zip(sums, totals, maxima, strict=True):
             if name == "grad_norm" or name.endswith("_max"):
                 metrics[name] = maximum  # every rank has the same norm
             elif name == "loss":
                 metrics[name] = total  # divided by its denominator before
             else:
-                metrics[name] = total / sums.num_units
+                metrics[name] = total / num_units
         return metrics
 
     def shards(self) -> dict[str, Tensor]:
@@ -445,8 +440,9 @@ class Policy:
     def averages(self) -> Mapping[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
 
-        Collective. What was never updated is its own average: everything before the first update,
-        buffers, and what is frozen. Of adapters A and B are averaged, and then merged.
+        Collective. The average of a tensor that was never updated (buffers, frozen weights, and
+        everything before the first update) is the tensor. A and B of adapters are averaged, then
+        merged.
         """
         averages = self.optimizer.averages()
 
@@ -457,3 +453,50 @@ class Policy:
             }
 
         return self._merge(averaged(self.shards()), averaged(self.parameters()))
+
+
+def is_base(policy: Policy, folder: Path) -> bool:
+    """Return whether a folder's model is the policy without its adapters.
+
+    Then no second model is loaded. Modules that are trained whole differ from the base's.
+    """
+    whole = policy.cfg.lora.modules_to_save
+    return policy.adapters is not None and not whole and folder == policy.folder
+
+
+class Reference:
+    """The frozen model that the policy is compared with.
+
+    It is a second model, which is awake only while it computes, or the policy without adapters.
+
+    Args:
+        policy: the trained model.
+        model: a frozen model; None: the policy's base.
+    """
+
+    def __init__(self, policy: Policy, model: Policy | None):
+        self.policy = policy
+        self.model = model
+        if model:
+            model.sleeper.sleep()
+
+    @property
+    def layout(self) -> RowLayout:
+        """Return how `pack` lays out micro-batches for the reference."""
+        return (self.model or self.policy).layout
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Policy]:
+        """Yield the model that computes as the reference does inside the block."""
+        if self.model is None:
+            with self.policy.without_adapters():
+                yield self.policy
+            return
+        self.model.sleeper.wake_parameters()
+        yield self.model
+        self.model.sleeper.sleep_parameters()
+
+    def annotate(self, minibatches: list[Minibatch]) -> None:
+        """Set `ref_logprobs` of every micro-batch. Collective."""
+        with self.awake() as model:
+            model.annotate(minibatches, "ref_logprobs")

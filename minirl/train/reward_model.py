@@ -5,15 +5,15 @@ import math
 import numpy as np
 
 from minirl.base.errors import require
-from minirl.train.minibatches import annotate_examples
 from minirl.train.policy import Policy
+from minirl.train.updates import annotate_examples
 from minirl.types.packed import Trajectory
 
 
 class RewardModel:
     """A trained reward model in process: sequences of prompt and completion -> scores.
 
-    Its parameters are offloaded until somebody wakes them; `grade` does.
+    Its parameters are offloaded; `grade` reloads them.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class RewardModel:
         """Offload the model.
 
         Args:
-            model: With a score head, and not to be trained. The ranks of its mesh share the work.
-            stop_ids: Tokens that end a completion.
-            eos_token_id: Appended to a completion that no stop token ends; None: the first of
+            model: a frozen model with a score head. The ranks of its mesh share the work.
+            stop_ids: tokens that end a completion.
+            eos_token_id: appended to a completion that no stop token ends; None: the first of
                 `stop_ids` is.
-            tokens_per_rank: Budget of a micro-batch; a sequence has at most one token less.
-            weight: Of the score in the sum of rewards.
+            tokens_per_rank: token budget of a micro-batch; a sequence has at most one token less.
+            weight: weight of the score in the sum of rewards.
         """
         self.model = model
         self.stop_ids = stop_ids
@@ -47,7 +47,7 @@ class RewardModel:
         mesh = self.model.mesh
         examples = []
         for number, t in enumerate(trajectories):
-            # The token that ends the sequence, and one more, whose row is the end's.
+            # The token that ends the sequence, and one more: its row is the last token's.
             end = [] if len(t.tokens) and t.tokens[-1] in self.stop_ids else [self.end_id]
             tokens = np.append(t.tokens, [*end, self.end_id]).astype(np.int32)
             examples.append(
@@ -56,7 +56,7 @@ class RewardModel:
                     sampled=np.append(t.sampled, [False] * len(end) + [True]),
                     logprobs=np.zeros(len(tokens), np.float32),
                     group=t.group,  # Siblings keep sharing their prompt.
-                    episode=number * mesh.world_size + mesh.rank,  # Each example has its own.
+                    episode=number * mesh.world_size + mesh.rank,  # One number for each example.
                 )
             )
         annotated = annotate_examples(self.model, examples, self.tokens_per_rank)
@@ -68,11 +68,11 @@ class RewardModel:
     def grade(self, trajectories: list[Trajectory]) -> None:
         """Add the weighted scores to the rewards of this rank's trajectories.
 
-        Each score goes to `info["rewards"]["model"]`, too. Of an episode in segments the score of
+        Each score goes to `info["rewards"]["model"]`, too. If an episode has segments, the score of
         the last one counts. The parameters are offloaded afterwards. Collective.
 
         Raises:
-            UserError: A score is not a finite number.
+            UserError: a score is not a finite number.
         """
         trajectories = [t for t in trajectories if len(t.tokens)]  # Others have no answer.
         self.model.sleeper.wake_parameters()

@@ -1,11 +1,100 @@
-"""The optimizer steps of an RL step: passes over a batch of rollouts."""
+"""From examples or rollouts to optimizer steps: minibatches, their order, and learning rates."""
+
+import math
 
 import numpy as np
 
 from minirl.algo.losses import Loss
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack, unpack
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.train.policy import Metrics, Minibatch, Policy
-from minirl.train.schedule import learning_rate, minibatch_order
+from minirl.types.packed import Trajectory
+
+
+def make_minibatch(
+    examples: list[Trajectory],
+    policy: Policy,
+    tokens_per_rank: int,
+    *,
+    pairs: bool = False,
+    single: bool = False,
+) -> Minibatch:
+    """Return this rank's micro-batches of one optimizer step. Collective.
+
+    Args:
+        examples: any number of examples of this rank; they are spread over all ranks.
+        policy: the model that will read them.
+        tokens_per_rank: token budget of a micro-batch.
+        pairs: whether groups are pairs; the two sides of a pair stay in one micro-batch.
+        single: whether every answer counts alone, as in `pack`.
+    """
+    (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
+    return [
+        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
+        for micro in minibatch
+    ]
+
+
+def annotate_examples(
+    model: Policy, examples: list[Trajectory], tokens_per_rank: int
+) -> list[tuple[Trajectory, np.ndarray]]:
+    """Return the model's log-probs (or scores) of the examples of all ranks. Collective.
+
+    Returns:
+        (example, values [L] in the model's float dtype) on the ranks that computed them.
+    """
+    annotated: list[tuple[Trajectory, np.ndarray]] = []
+    (minibatch,) = exchange(examples, model.mesh, tokens_per_rank)
+    with model.inference():
+        for micro in minibatch:
+            batch = pack(micro, model.mesh.device, layout=model.layout)
+            values, _ = model.model(batch)
+            annotated += zip(micro, unpack(values, micro, batch), strict=True)
+    return annotated
+
+
+def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0) of `num_steps`.
+
+    It rises linearly from 0 over the warm-up. Then it is constant, or it falls to `lr_min_ratio`
+    times `lr`: by half a cosine or linearly until the end, or (wsd: warm-up, stable, decay) it is
+    constant and falls linearly in the last `lr_decay_ratio` of all steps. Sources of wsd: Hu et al.
+    2024 (arXiv 2404.06395, section 4.2); of linear decay: Hägele et al. 2024 (arXiv 2405.18392).
+    """
+    num_warmup = cfg.lr_warmup_steps or math.ceil(cfg.lr_warmup_ratio * num_steps)
+    if step < num_warmup:
+        return cfg.learning_rate * (step + 1) / num_warmup
+    if cfg.lr_schedule == "constant":
+        return cfg.learning_rate
+
+    num_decay = num_steps - num_warmup
+    if cfg.lr_schedule == "wsd":
+        num_decay = min(num_decay, math.ceil(cfg.lr_decay_ratio * num_steps))
+    fallen = (step - (num_steps - num_decay)) / max(1, num_decay)
+    fallen = min(max(fallen, 0.0), 1.0)  # A resumed run may be longer than it was.
+    share = 1 - fallen
+    if cfg.lr_schedule == "cosine":
+        share = (1 + math.cos(math.pi * fallen)) / 2
+    return cfg.learning_rate * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * share)
+
+
+def minibatch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> list[int]:
+    """Return the order in which a pass over a batch of rollouts takes its minibatches.
+
+    The first pass takes them in the order of their prompts; each later pass shuffles them. The
+    order does not depend on the number of ranks.
+
+    Args:
+        num_minibatches: number of minibatches (`algo.updates_per_step`).
+        seed: seed of the run.
+        step: number of the RL step.
+        epoch: number of the pass, from 0 to before `algo.num_epochs`.
+    """
+    if epoch == 0:
+        return list(range(num_minibatches))
+    return np.random.default_rng([seed, step, epoch]).permutation(num_minibatches).tolist()
 
 
 def update_in_passes(
@@ -21,14 +110,14 @@ def update_in_passes(
 
     Args:
         model: the policy or the critic.
-        minibatches: of this rank, as many on every rank.
+        minibatches: this rank's minibatches, as many as on every other rank.
         loss: what to minimise.
         cfg: the config of the run.
-        step: of the run.
+        step: number of the RL step.
         num_steps: RL steps in which this model is trained: the length of its schedule.
 
     Returns:
-        The mean of each metric over the updates; of names that end in `_max`, the maximum.
+        The mean of each metric over the updates; the maximum of metrics named `*_max`.
     """
     num_updates = num_steps * cfg.algo.num_updates
     updates = []

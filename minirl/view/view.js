@@ -137,7 +137,7 @@ function addRow(known, row) {
   for (const [name, value] of Object.entries(row)) {
     if (name === "phase" || name === "step" || typeof value !== "number") continue;
     (known.lines[`${row.phase}/${name}`] ||= []).push([row.step, value]);
-    if (name.startsWith("time/") && !/^time\/(step|idle_.*|.*_background)$/.test(name)) parts[name.slice(5)] = value;
+    if (name.startsWith("time/") && !/^time\/(step|idle_.*)$/.test(name)) parts[name.slice(5)] = value;
   }
   if (Object.keys(parts).length) known.times.push({ step: row.step, parts });
 }

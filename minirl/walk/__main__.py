@@ -5,10 +5,10 @@
 
 Two ranks on the CPU train a model of 0.2M parameters to spell words backward. Each of ten stations
 (step.py) prints what goes in, what comes out, and the file and line of the code that does it.
-In the ninth stands the same step in plain PyTorch beside it: one process, one sequence at a time,
-an ordinary Hugging Face model. The exit code is 0 only if loss and gradient norm agree.
+The ninth compares it with the same step in plain PyTorch: one process, one sequence at a time, an
+ordinary Hugging Face model. The exit code is 0 only if loss and gradient norm agree.
 
-`--break` breaks rules on purpose and prints the wrong number beside the right one. The program
+`--break` breaks rules on purpose and prints the wrong number next to the right one. The program
 starts its two ranks itself; under torchrun it just runs. It leaves nothing on the disk.
 """
 

@@ -1,4 +1,4 @@
-"""The stations of `minirl.walk`: one step of `minirl.rl`, made by its own trainer.
+"""The stations of `minirl.walk`: one step of `minirl.rl`, made by its trainer.
 
 `Walk.step` makes the step and prints what goes in and out of each station; `plain_step` is the same
 step in plain PyTorch.
@@ -66,13 +66,13 @@ sft:
   lr: 1e-2
 """
 # Between plain PyTorch and minirl, relative. Everything is float64 but for the inside of Hugging
-# Face's norms: a difference of 1e-16 before such a rounding can become one of 1e-8 behind it.
+# Face's norms: a difference of 1e-16 before such a rounding can become one of 1e-8 after it.
 TOLERANCE = 1e-7
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 BREAKS = {
     "loss-scale": """
-    Each rank divided by the number of its own tokens, and the mean over ranks was taken. Tokens
+    Each rank divided by the number of its tokens, and the mean over ranks was taken. Tokens
     of a rank with few of them count more: the result depends on which rank got which answer.""",
     "logprob-temperature": """
     The tokens were sampled at temperature 0.8, and the log-probs taken at 1: trainer and engine
@@ -100,7 +100,7 @@ def station(title: str, *code: Callable) -> None:
 
 
 def show_broken(name: str, wrong: Metrics, right: Metrics) -> None:
-    """Print the numbers of a broken rule beside the right ones."""
+    """Print the numbers of a broken rule next to the right ones."""
     show("   --break {}{}", name, BREAKS[name])
     for metric in ("loss", "grad_norm", "mismatch"):
         if wrong.get(metric) != right.get(metric):
@@ -168,7 +168,7 @@ class Walk(Trainer):
             RolloutEngine.step,
         )
         with self.generation.awake():
-            trajectories = self.generation.collect_step(0).trajectories
+            trajectories = self.sample(0)
         first_group = trajectories[:4]
         row = self.inputs.prompts.row(trajectories[0].group)
         show("   in    {0[prompt]}   (answer: {0[answer]})", row)
@@ -185,6 +185,13 @@ class Walk(Trainer):
         for t in first_group:
             show("   {!r:10} -> {:.3f}", t.info["completion"], t.reward)
         return trajectories
+
+    def sample(self, first_ticket: int) -> list[Trajectory]:
+        """Sample a step's answers with the weights that the engine has."""
+        rollout = self.generation.sampler.collect_step(
+            first_ticket, self.generation.sampling, version=self.policy.num_updates
+        )
+        return rollout.trajectories
 
     def prepare(self, trajectories: list[Trajectory]) -> Packed:
         """Make the batch of this rank, with the trainer's log-probs and the advantages."""
@@ -230,15 +237,15 @@ class Walk(Trainer):
         )
         token_loss, _ = self.loss.token_loss(batch, batch.old_logprobs, batch.old_entropy)
         sums = torch.stack([token_loss[batch.loss_mask].sum(), normalize.count(batch, "token")])
-        for rank, of_rank in enumerate(self.mesh.gather(sums.tolist())):
-            show("   in    rank {}: {:+.6f} over {:.0f} tokens", rank, *of_rank)
+        for rank, parts in enumerate(self.mesh.gather(sums.tolist())):
+            show("   in    rank {}: {:+.6f} over {:.0f} tokens", rank, *parts)
         total, count = self.mesh.sums(sums)
         show("   out   {:+.6f} / {:.0f} = {:+.7f}", total, count, total / count)
 
     def update_beside_plain(
         self, batch: Packed, trajectories: list[Trajectory], broken: list[str]
     ) -> bool:
-        """Make the optimizer step, beside one in plain PyTorch; return whether they agree."""
+        """Make the optimizer step, and one in plain PyTorch; return whether they agree."""
         station(
             "9. Backward: the gradients of all ranks are summed into the shards",
             Trainer.update,
@@ -297,7 +304,7 @@ class Walk(Trainer):
         for refit in (lambda: None, self.generation.refit):
             with self.generation.engine.awake(refit, self.policy.sleeper):
                 first = self.cfg.rollout.prompts_per_step
-                trajectories = self.generation.collect_step(first).trajectories
+                trajectories = self.sample(first)
             following = self.make_batches(trajectories)[0][0]
             self.assign_advantages([[following]])
             mismatches.append(self.policy.measure([following], self.loss)["mismatch"])

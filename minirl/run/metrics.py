@@ -1,0 +1,211 @@
+"""What a training step is measured by: its speed, its memory, and whether the run still learns.
+
+The model FLOPs utilisation counts the work that forward and backward of a model of this size need,
+without what is computed again: 6 for each parameter that a token passes, and 12 for each pair of
+query and key and each feature of the queries (Chowdhery et al. 2022, PaLM, appendix B).
+"""
+
+import resource
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minirl.base.errors import UserError
+from minirl.config.rl import DebugConfig
+from minirl.model import build
+from minirl.parallel.mesh import Mesh
+from minirl.plan import cards
+from minirl.plan.shape import Shape, read_shape
+from minirl.train.policy import Metrics, Minibatch
+from minirl.types.packed import Trajectory
+
+# By kind of token: the phases that generate or train on it.
+PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}
+# Phases that are not part of the RL steps.
+OUTSIDE_STEPS = ("start", "sft", "evaluate", "export", "checkpoint")
+# Shares of answers, and entropies in nats a token, beyond which a step counts as unhealthy.
+FEWEST_STOPPED = 0.02
+LEAST_ENTROPY = 1e-3
+MOST_ENTROPY = 5.0  # About that of 150 equally likely tokens.
+
+
+def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
+    """Return the metrics of time of a step.
+
+    Args:
+        seconds: seconds by phase, for each rank.
+        tokens: numbers of tokens on all ranks, by the keys of PHASES_OF_TOKENS.
+
+    Returns:
+        "time/PHASE" of the rank that took longest, and "tokens_per_second/KIND". "time/idle" are
+        the seconds in which a rank waited for the others; for these also "time/idle_min",
+        "time/idle_median" and the rank of the maximum, "time/idle_max_rank".
+    """
+    times = {}
+    for name in sorted(set().union(*seconds)):
+        times[name] = max(on_rank.get(name, 0.0) for on_rank in seconds)
+
+    metrics = {f"time/{name}": value for name, value in times.items()}
+    if "idle" in times:
+        idle = [on_rank.get("idle", 0.0) for on_rank in seconds]
+        metrics["time/idle_min"] = min(idle)
+        metrics["time/idle_median"] = statistics.median(idle)
+        metrics["time/idle_max_rank"] = idle.index(max(idle))
+    for kind, speed in speeds(tokens, times).items():
+        metrics[f"tokens_per_second/{kind}"] = speed
+    return metrics
+
+
+def highest(memory: list[dict[str, float]]) -> dict[str, float]:
+    """Return the most GiB of any rank, by name.
+
+    Args:
+        memory: GiB by name, for each rank.
+    """
+    names = sorted(set().union(*memory))
+    return {name: max(on_rank.get(name, 0.0) for on_rank in memory) for name in names}
+
+
+def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
+    """Return tokens per second by kind, over the phases that generate or train on them."""
+    per_second = {}
+    for kind, phases in PHASES_OF_TOKENS.items():
+        if kind in tokens:
+            total = sum(seconds.get(phase, 0.0) for phase in phases)
+            per_second[kind] = tokens[kind] / max(total, 1e-9)
+    return per_second
+
+
+def outside_steps(seconds: dict[str, float]) -> float:
+    """Return the seconds of the phases that are not part of steps."""
+    return sum(seconds.get(name, 0.0) for name in OUTSIDE_STEPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What the optimizer steps of a training step read on all ranks."""
+
+    rows: int  # Rows of packed batches: tokens that are read.
+    loss_rows: int  # Rows with a target in the loss.
+    pairs: int  # Pairs of a query and a key that it may see.
+
+
+def count_work(minibatches: list[Minibatch], mesh: Mesh) -> StepWork:
+    """Return what all ranks read in the micro-batches. Collective."""
+    counts = torch.zeros(3, dtype=torch.int64)
+    for batch in sum(minibatches, []):
+        num_rows = len(batch.inputs)
+        counts += torch.tensor(
+            [num_rows, len(batch.loss_rows), int(batch.positions.sum()) + num_rows]
+        )
+    # Tensor-parallel ranks have the same rows.
+    rows, loss_rows, pairs = (mesh.sums(counts) // mesh.tensor.size()).tolist()
+    return StepWork(rows=rows, loss_rows=loss_rows, pairs=pairs)
+
+
+def count_sampled(trajectories: list[Trajectory], mesh: Mesh) -> int:
+    """Return how many tokens all ranks have sampled. Collective."""
+    num = sum(int(t.sampled.sum()) for t in trajectories)
+    return int(mesh.sums(torch.tensor([num])).item())
+
+
+def flops(shape: Shape, work: StepWork) -> float:
+    """Return the floating-point operations of forward and backward over the work."""
+    in_layers = shape.active_in_layers * work.rows
+    in_head = shape.hidden * shape.vocabulary * work.loss_rows
+    attention = work.pairs * shape.queries * shape.attention_layers
+    return 6 * (in_layers + in_head) + 12 * attention + 3 * shape.rule_flops * work.rows
+
+
+class Utilisation:
+    """The share of the GPUs' peak at which models are trained."""
+
+    def __init__(self, mesh: Mesh):
+        """Without CUDA, or on a GPU that the planner does not know, there is no peak."""
+        self.peak = 0.0  # Operations a second, of all ranks.
+        self.shapes: list[Shape] = []  # Shapes of the models that are trained.
+        if mesh.device.type == "cuda":
+            name = torch.cuda.get_device_name(mesh.device)
+            self.peak = cards.peak_tflops(name) * 1e12 * mesh.world_size
+
+    def add(self, folder: Path, *, score: bool) -> None:
+        """Count a model's work, too. The arguments are those of `Policy`."""
+        if self.peak:
+            self.shapes.append(read_shape(build.read_config(folder), score=score))
+
+    def metrics(self, work: StepWork | None, seconds: float) -> dict[str, float]:
+        """Return `mfu`, if there is a peak.
+
+        Args:
+            work: what the step read.
+            seconds: seconds of forward and backward, of the rank that took longest.
+        """
+        if not self.shapes or work is None or seconds <= 0:
+            return {}
+        total = sum(flops(shape, work) for shape in self.shapes)
+        return {"mfu": total / seconds / self.peak}
+
+
+def host_memory() -> dict[str, float]:
+    """Return the host memory in use now, in GiB: of this process, and of the whole machine."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    used = kib["MemTotal"] - kib["MemAvailable"]
+    in_process = pages * resource.getpagesize()
+    return {"host_gib/rank": in_process / 2**30, "host_gib/machine": used / 2**20}
+
+
+def symptoms(metrics: Metrics) -> dict[str, str]:
+    """Return what is wrong with a step: name -> what it means and what to do."""
+    found = {}
+    if metrics.get("equal_groups") == 1.0:
+        found["equal rewards"] = (
+            f"all answers to each prompt earn the same (mean reward {metrics['reward']:.4g}), so "
+            "estimators that compare them learn nothing; look at the answers "
+            "(--rollout.dump) and at the reward function, or take other prompts"
+        )
+    if metrics.get("stopped", 1.0) < FEWEST_STOPPED:
+        found["runaway length"] = (
+            f"no answer ends by itself (mean length {metrics['answer_tokens']:.0f} tokens); raise "
+            "rollout.max_tokens, or set reward.overlong_tokens or reward.unstopped"
+        )
+    entropy = metrics.get("entropy", 1.0)
+    if entropy < LEAST_ENTROPY:
+        found["no entropy"] = (
+            f"the policy's entropy is {entropy:.2g} nats a token: it gives one answer to a prompt; "
+            "lower policy.lr, or set algo.entropy_coef or algo.kl_coef"
+        )
+    if entropy > MOST_ENTROPY:
+        found["runaway entropy"] = (
+            f"the policy's entropy is {entropy:.2g} nats a token: it writes noise; lower "
+            "policy.lr, or set algo.kl_coef"
+        )
+    return found
+
+
+class Health:
+    """Counts the steps in a row with each symptom. All ranks see the same metrics."""
+
+    def __init__(self, cfg: DebugConfig):
+        self.cfg = cfg
+        self.num_steps: dict[str, int] = {}  # In a row, by symptom.
+
+    def check(self, step: int, metrics: Metrics) -> list[str]:
+        """Return messages about symptoms that have now lasted for debug.collapse_steps.
+
+        Raises:
+            UserError: there is one, and debug.end_on_collapse is set.
+        """
+        found = symptoms(metrics)
+        self.num_steps = {name: self.num_steps.get(name, 0) + 1 for name in found}
+        lasting = self.cfg.collapse_steps
+        said = []
+        for name, meaning in found.items():
+            if lasting and self.num_steps[name] == lasting:
+                said.append(f"step {step}: {name} for {lasting} steps: {meaning}")
+        if said and self.cfg.end_on_collapse:
+            raise UserError(f"{said[0]}. debug.end_on_collapse is set")
+        return said
