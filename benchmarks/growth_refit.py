@@ -28,11 +28,9 @@ from minirl.config.rl import RefitConfig
 from minirl.model import families
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region
-from minirl.refit.buckets import Wanted
-from minirl.refit.plan import Bucket, Planner
-from minirl.refit.record import Arrival, Recorder, join
+from minirl.refit.plan import Bucket, Grid, Planner, one_of_each_layout
+from minirl.refit.record import EnginePart, Recorder, Wanted, join, wanted_by_name
 from minirl.refit.refit import Refit
-from minirl.refit.shards import Grid, one_of_each_layout
 
 MIB = 2**20
 CALL_WIDTH = 64  # Hidden size of the shrunk model of a call.
@@ -197,14 +195,14 @@ class Engine:
 
 def record(
     shapes: dict[str, torch.Size], slices: dict[str, list[CheckpointSlice]], engine: Engine
-) -> list[Arrival]:
+) -> list[EnginePart]:
     """Return what an engine's loader copies, as `Refit` does it."""
     weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     offered = list(in_files(weights, slices))
     recorder = Recorder(weights)
     with recorder:
         engine.load_weights(offered)
-    return join(recorder.arrivals)
+    return join(recorder.parts)
 
 
 def in_files(
@@ -218,13 +216,13 @@ def in_files(
 @cache
 def wanted_of_engines(
     model: str, num_layers: int, tp: int, shrink: int = 1
-) -> tuple[list[Wanted], ...]:
+) -> tuple[dict[str, list[Wanted]], ...]:
     """Return what each rank of an engine wants, whatever world it is in."""
     shapes, slices = make_shapes(model, num_layers, shrink)
     wanted = []
     for tp_rank in range(tp):
-        arrivals = record(shapes, slices, Engine(shapes, slices, tp, tp_rank))
-        wanted.append([Wanted(a.name, a.region, a.target.dtype) for a in arrivals])
+        parts = record(shapes, slices, Engine(shapes, slices, tp, tp_rank))
+        wanted.append(wanted_by_name(parts))
     return tuple(wanted)
 
 
@@ -232,8 +230,8 @@ def count_copies(buckets: list[Bucket]) -> int:
     """Return how many copies a call makes: packed, unpacked and within the rank."""
     num_copies = 0
     for bucket in buckets:
-        copies = bucket.copies
-        num_copies += len(copies.pack) + len(copies.unpack) + len(copies.own)
+        num = len(bucket.pack) + len(bucket.unpack) + len(bucket.local)
+        num_copies += num * len(bucket.names)
     return num_copies
 
 
@@ -243,7 +241,7 @@ class ImaginedMesh(Mesh):
 
     shapes: dict[str, torch.Size]
     num_shards: int
-    wanted: list[list[Wanted]]  # By rank of an engine.
+    wanted: list[dict[str, list[Wanted]]]  # By rank of an engine.
 
     def gather(self, value: Any) -> list:
         """Return regions of all ranks, or digests, of which only it counts whether they differ."""
@@ -272,9 +270,9 @@ def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int
     """Return the cost of the record and of the plan, on the rank in the middle."""
     shapes, slices = make_shapes(model, num_layers)
     own = Engine(shapes, slices, tp, world // 2 % tp)
-    arrivals = record(shapes, slices, own)
+    parts = record(shapes, slices, own)
     cpu_seconds = least_seconds(lambda: record(shapes, slices, own))
-    recorded = Row("record", model, world, cpu_seconds, 0, len(arrivals))
+    recorded = Row("record", model, world, cpu_seconds, 0, len(parts))
     wanted = list(wanted_of_engines(model, num_layers, tp))
 
     def plan() -> int:
@@ -292,13 +290,8 @@ def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int
             wanted,
             [rank % tp for rank in range(world)],
             RefitConfig().bucket_mb * MIB,
-            whole_shards=False,
         )
-        strides = {}
-        for name, shape in shapes.items():
-            size = fsdp_region(shape, num_shards, world // 2 % num_shards).size
-            strides[name] = torch.empty(size, device="meta").stride()
-        buckets = planner.plan(strides, [arrival.target for arrival in arrivals])
+        buckets = planner.plan()
         kept.append(buckets)
         return count_copies(buckets)
 
@@ -362,7 +355,7 @@ def _measure_call_of(
         start = time.process_time()
         refit()
         seconds.append(time.process_time() - start)
-    num_copies = count_copies([step.bucket for step in refit._steps])
+    num_copies = count_copies(refit.buckets)
     return Row("call", model, world, min(seconds), refit.bytes_received, num_copies)
 
 

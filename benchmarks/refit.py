@@ -1,4 +1,4 @@
-r"""The two transports of a refit and the full gather: the reason for the default.
+r"""A refit and the obvious way, a full gather.
 
     torchrun --nproc-per-node 2 benchmarks/refit.py --policy.model scratch \
         --policy.scratch.hidden-size 768 \
@@ -53,16 +53,13 @@ def timed(function: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
 
 
 def measure(cfg: Load, mesh: Mesh, folder: Path) -> None:
-    """Build policy and engine, refit in three ways and print the table."""
+    """Build policy and engine, refit in both ways and print the table."""
     policy = Policy(cfg.policy, folder, mesh)
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=cfg.policy.dtype)
     shards, parts = policy.shards(), policy.parts()
-    rows = []
-    for transport in ("all_to_all", "all_gather"):
-        cfg.refit.transport = transport
-        refit = Refit(cfg.refit, shards, parts, engine)
-        times = timed(refit, mesh)
-        rows.append((transport, *times, refit.bytes_received / MIB, refit.peak_bytes / MIB))
+    refit = Refit(cfg.refit, shards, parts, engine)
+    times = timed(refit, mesh)
+    rows = [("refit", *times, refit.bytes_received / MIB, refit.peak_bytes / MIB)]
 
     times = timed(refit.full_gather, mesh)
     num_elements = sum(p.numel() for p in shards.values())

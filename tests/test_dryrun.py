@@ -102,7 +102,7 @@ def parallel(**axes):
 KINDS = {
     "untied, whole accumulation": Kind(job=policy(accumulate="whole") | {"load": TWO_MICRO}),
     "sharded accumulation": Kind(job=policy(accumulate="sharded") | {"load": TWO_MICRO}),
-    "tied, refit by all_to_all": Kind(tied=True, job={"refit": {"transport": "all_to_all"}}),
+    "tied, refit": Kind(tied=True, job={"refit": {}}),
     "torch kernels": Kind(job=policy(kernels="torch")),
     "liger kernels, no checkpointing": Kind(
         job=policy(kernels="liger", activation_checkpointing="off")
@@ -134,9 +134,7 @@ KINDS = {
     ),
     "glm4_moe": Kind("glm4_moe", waits=OF_STEP),
     "softcap": Kind("gemma2", tied=True, flash_calls=0),
-    "windows, refit by all_gather": Kind(
-        "gemma3_text", tied=True, job={"refit": {"transport": "all_gather"}}
-    ),
+    "windows, refit": Kind("gemma3_text", tied=True, job={"refit": {}}),
     "hybrid": Kind("qwen3_5_text", attention_layers=1),
     "hybrid, full checkpointing": Kind(
         "qwen3_5_text",
@@ -472,11 +470,8 @@ def test_refit(name, results):
     refit = result["refit"]
     assert refit["engine_bytes"] == 2 * result["parameters"]
     missing = refit["engine_bytes"] - result["parameter_bytes"] // 2
-    if "all_gather" in name:  # padded to the largest shard
-        assert refit["received_bytes"] >= missing
-    else:
-        assert refit["received_bytes"] == missing
-    assert work(result, "refit", "NCCL")["kernels"] == 1  # all of it fits a bucket
+    assert refit["received_bytes"] == missing
+    assert 1 <= work(result, "refit", "NCCL")["kernels"] <= 20  # one for each kind of weights
     assert result["phases"]["refit"]["kinds"]["engine and refit"] >= refit["engine_bytes"]
 
 

@@ -529,8 +529,6 @@ def test_two_ranks_share_an_engine(data, tmp_path):
         5,
         "--engine.tensor-parallel-size",
         2,
-        "--refit.transport",
-        "all_gather",
         "--parallel.tensor",
         2,
         "--parallel.sequence",

@@ -21,8 +21,6 @@ from minirl.config.shared import SamplingConfig, TrainingConfig
 class RefitConfig:
     """How weights move from the trainer's shards to the engine."""
 
-    #: all_to_all sends each rank what its engine lacks; all_gather sends every rank every shard.
-    transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     #: MiB that a rank receives at once. Two buckets are in flight, each with as much to send, so
     #: that the peak of extra memory is four times it.
     bucket_mb: PositiveInt = 256

@@ -49,8 +49,8 @@ from minirl.plan.kinds import END, MIDDLE, START
 from minirl.plan.load import Job, Load, LossName
 from minirl.plan.meter import Meter
 from minirl.plan.pretend import pretend_cuda
+from minirl.refit.plan import one_of_each_layout
 from minirl.refit.refit import Refit
-from minirl.refit.shards import one_of_each_layout
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.images import ImageBatch, ImageSpan
 from minirl.types.packed import Trajectory

@@ -1,66 +1,239 @@
-"""The plan of a refit: who sends which part of which weight to whom, and where it lies meanwhile.
+"""The plan of a refit: which rank sends which part of which weight to whom, and where it lies.
 
-Every rank derives its own part of the plan, in time that follows the pieces that it sends and
-receives, from three things: the grids that the shards of the weights form (`Grid`), what each class
-of engines wants (`Wanted`; engines of one class want the same), and the class of each rank. What is
-alike, such as the same matrix of all layers, is planned once (buckets.py).
+Every rank derives its part of the plan from facts that all ranks know: how the shards of each
+weight lie on the ranks (`Grid`), what the engines want of it (`Wanted`; engines that want the same
+are one class), and the class of each rank's engine. Weights that are alike in all this, such as the
+same matrix of all layers, are one `Kind`. They are planned once and travel together.
 """
 
 import itertools
 import math
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from minirl.parallel.regions import Region, intersect
-from minirl.refit.buckets import Wanted, Window, fill_buckets, find_kinds, indices_by_name
-from minirl.refit.copies import Copy, Place, contiguous_strides, merge, place_of, repeat
-from minirl.refit.shards import Block, Grid
+from minirl.refit.record import Wanted
+
+# --------------------------------------------------------------------------------------------------
+# how shards lie on the ranks
 
 
-class Piece(NamedTuple):
-    """A piece of a window that travels to or from a peer."""
+class Grid:
+    """The shards of a weight: the cells of a grid, each held by one rank or more."""
 
-    peer: int
-    part: int  # Of what the receiver's class wants of the weight: which one.
-    region: Region
+    def __init__(self, regions: list[Region]):
+        """Find the cells.
+
+        Args:
+            regions: the region that each rank's shard is. Some may be empty.
+
+        Raises:
+            NotImplementedError: the shards do not form a grid.
+        """
+        self.regions = regions
+        holders = defaultdict(list)
+        for rank, region in enumerate(regions):
+            if all(region.size):
+                holders[region].append(rank)
+        self.holders = {region: tuple(ranks) for region, ranks in holders.items()}  # Ascending.
+        self.cells = {region.offset: region for region in holders}
+        # Where the cells begin along each dimension.
+        self.starts = [sorted(set(starts)) for starts in zip(*self.cells, strict=True)]
+        if not len(self.cells) == len(holders) == math.prod(map(len, self.starts)):
+            raise NotImplementedError("the shards of a weight do not form a grid")
+        last = self.cells[tuple(starts[-1] for starts in self.starts)]
+        size = tuple(start + length for start, length in zip(*last, strict=True))
+        self.whole = Region((0,) * len(size), size)
+
+    def overlaps(self, region: Region) -> Iterator[tuple[Region, tuple[int, ...]]]:
+        """Yield what a region has in common with each cell that it meets, and the cell's ranks."""
+        ranges = []
+        for starts, first, size in zip(self.starts, *region, strict=True):
+            begin = bisect_right(starts, first) - 1
+            end = bisect_left(starts, first + size)
+            ranges.append(starts[begin:end])
+        for corner in itertools.product(*ranges):
+            cell = self.cells[corner]
+            common = intersect(region, cell)
+            if common:
+                yield common, self.holders[cell]
 
 
-class OwnCopy(NamedTuple):
-    """A piece that this rank holds and its own engine wants."""
+def find_sender(holders: tuple[int, ...], receiver: int, world_size: int) -> int:
+    """Return which of the ranks that hold a cell a receiver gets it from.
 
-    shard: int
-    part: int
-    size: tuple[int, ...]
-    source: Place  # In the shard.
-    target: Place  # In the engine.
+    It is the receiver itself, or else the nearest: holders and receivers are divided alike, in the
+    order of ranks. So each holder serves as many receivers as the others, and with replicated
+    shards a rank asks one of its own replica.
+
+    Args:
+        holders: the ranks that hold the cell, ascending.
+        receiver: the rank that needs it.
+        world_size: number of ranks.
+    """
+    if receiver in holders:
+        return receiver
+    return holders[receiver * len(holders) // world_size]
 
 
-@dataclass
-class Copies:
-    """What one rank does for a bucket. Buckets of the same kinds share it.
+def one_of_each_layout(shards: dict[str, Tensor]) -> dict[str, str]:
+    """Return for each weight the name of the first one that is sharded in the same way.
 
-    Shards and parts of the engine are numbered as in `Bucket`.
+    Weights of one shape and placement lie alike on every rank, so that a grid is needed only once
+    for, say, the same matrix of all layers.
+    """
+    first_by_layout: dict[tuple, str] = {}
+    first_by_name = {}
+    for name, shard in shards.items():
+        layout: tuple = (tuple(shard.shape),)
+        if isinstance(shard, DTensor):
+            mesh = shard.device_mesh
+            layout += (tuple(shard.placements), mesh.mesh_dim_names, tuple(mesh.shape))
+        first_by_name[name] = first_by_layout.setdefault(layout, name)
+    return first_by_name
+
+
+# --------------------------------------------------------------------------------------------------
+# which weights travel together
+
+
+class Kind(NamedTuple):
+    """Weights that lie alike on the ranks and go alike into the engines."""
+
+    grid: Grid
+    wanted: tuple[tuple[Wanted, ...], ...]  # Of one weight, by each class of engines.
+    dtype: torch.dtype  # In the engines, and on the wire.
+    names: list[str]
+
+
+def wire_dtypes(wanted: list[dict[str, list[Wanted]]]) -> dict[str, torch.dtype]:
+    """Return the dtype that each weight has in the engine, which is also that on the wire.
+
+    A router's correction may be wider than the other weights.
+
+    Args:
+        wanted: what the engines of each class want, by the name of the weight.
+
+    Raises:
+        NotImplementedError: parts of one weight are wanted in more than one dtype.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for wanted_by_name in wanted:
+        for name, parts in wanted_by_name.items():
+            for part in parts:
+                if dtypes.setdefault(name, part.dtype) != part.dtype:
+                    raise NotImplementedError(
+                        f"the engine keeps parts of {name} in more than one dtype"
+                    )
+    return dtypes
+
+
+def find_kinds(grids: dict[str, Grid], wanted: list[dict[str, list[Wanted]]]) -> list[Kind]:
+    """Return the kinds of weights, in an order that is the same on all ranks.
+
+    Args:
+        grids: of each weight, in the order of names. Weights that are sharded alike share one.
+        wanted: what the engines of each class want, by the name of the weight.
+    """
+    dtypes = wire_dtypes(wanted)
+    kinds: dict[tuple, Kind] = {}
+    for name, grid in grids.items():
+        if name not in dtypes:
+            continue  # The engines have no place for it, and need none.
+        by_class = tuple(tuple(wanted_by_name.get(name, ())) for wanted_by_name in wanted)
+        kind = kinds.setdefault((id(grid), by_class), Kind(grid, by_class, dtypes[name], []))
+        kind.names.append(name)
+    return list(kinds.values())
+
+
+def cut(kind: Kind, limit: int) -> tuple[list[Region], int]:
+    """Cut weights into windows of which at most `limit` elements travel to an engine.
+
+    They are cut along a dimension that no shard and no engine divides, so that every rank has the
+    same to do for each window. If there is none, a weight travels at once.
+
+    Args:
+        kind: the weights.
+        limit: elements that an engine receives at once.
+
+    Returns:
+        The windows of a weight, and how many elements of one an engine wants, at most.
+    """
+    whole = kind.grid.whole
+    numel = 0
+    for parts in kind.wanted:
+        numel = max(numel, sum(math.prod(part.region.size) for part in parts))
+    if numel <= limit:
+        return [whole], numel
+    for axis, length in enumerate(whole.size):
+        rows = limit * length // numel  # Along the axis, in one window.
+        wanted = itertools.chain(*kind.wanted)
+        is_undivided = all(part.region.size[axis] == length for part in wanted)
+        if not rows or len(kind.grid.starts[axis]) > 1 or not is_undivided:
+            continue
+        num_windows = math.ceil(length / rows)
+        windows = []
+        for i in range(num_windows):
+            offset, size = list(whole.offset), list(whole.size)
+            offset[axis] = length * i // num_windows
+            size[axis] = length * (i + 1) // num_windows - offset[axis]
+            windows.append(Region(tuple(offset), tuple(size)))
+        return windows, math.ceil(numel / num_windows)
+    return [whole], numel
+
+
+# --------------------------------------------------------------------------------------------------
+# what a rank copies
+
+
+class Copy(NamedTuple):
+    """A block of elements in a tensor, and in a buffer. Offsets and strides are in elements.
+
+    The tensor is this rank's shard of a weight, or a part of its engine.
     """
 
-    num_out: list[int]  # Elements to each rank.
-    num_in: list[int]  # Elements from each rank.
-    own: list[OwnCopy] = field(default_factory=list)  # Shards to this rank's engine.
-    pack: list[Copy] = field(default_factory=list)  # Shards to the buffer that is sent.
-    unpack: list[Copy] = field(default_factory=list)  # The buffer that arrives to the engine.
+    part: int  # Which of the parts of the engine that the weight fills; 0 for a shard.
+    size: tuple[int, ...]
+    offset: int  # In the tensor.
+    strides: tuple[int, ...]
+    slot: int  # In the buffer, for the first weight of a bucket.
+    slot_strides: tuple[int, ...]
+    step: int = 0  # From there to the slot of the bucket's next weight.
+
+    def in_tensor(self, t: Tensor) -> Tensor:
+        """Return the block in the tensor."""
+        return t.as_strided(self.size, self.strides, int(t.storage_offset()) + self.offset)
+
+    def in_buffer(self, buffer: Tensor, weight: int = 0) -> Tensor:
+        """Return the block in the buffer; `weight` is its number in the bucket."""
+        slot = int(buffer.storage_offset()) + self.slot + weight * self.step
+        return buffer.as_strided(self.size, self.slot_strides, slot)
 
 
 class Bucket(NamedTuple):
-    """What travels at once."""
+    """Weights of one kind, whole or a window of each, that travel at once."""
 
+    names: list[str]
     dtype: torch.dtype
-    shards: list[str]  # The name of each window's weight.
-    parts: list[int]  # What this rank's engine wants of them, as indices of its list.
-    copies: Copies
+    num_out: list[int]  # Elements to each rank.
+    num_in: list[int]  # Elements from each rank.
+    local: list[Copy]  # This rank's shard, as the buffer, to this rank's engine.
+    pack: list[Copy]  # The shard to the buffer that is sent.
+    unpack: list[Copy]  # The buffer that arrives to the engine.
+
+
+class Piece(NamedTuple):
+    """A region of a weight that travels to or from another rank."""
+
+    peer: int
+    part: int  # Which of the parts that the receiver's engine wants of the weight.
+    region: Region
 
 
 class Planner:
@@ -70,261 +243,205 @@ class Planner:
         self,
         rank: int,
         grids: dict[str, Grid],
-        wanted: list[list[Wanted]],
+        wanted: list[dict[str, list[Wanted]]],
         class_of: list[int],
         bucket_bytes: int,
-        *,
-        whole_shards: bool,
     ):
-        """Put the weights into buckets, alike on all ranks.
+        """Sort the weights into kinds, alike on all ranks.
 
         Args:
-            rank: this one.
-            grids: of each weight, in an order that is the same on all ranks. Weights whose shards
-                lie alike share one.
-            wanted: what the engines of each class want.
+            rank: this rank.
+            grids: of each weight, in an order that is the same on all ranks. Weights that are
+                sharded alike share one.
+            wanted: what the engines of each class want, by the name of the weight.
             class_of: the class of each rank's engine.
             bucket_bytes: what an engine receives at once, at most.
-            whole_shards: every rank sends its whole shards to all ranks.
 
         Raises:
             NotImplementedError: parts of one weight are wanted in more than one dtype.
         """
         self.rank = rank
+        self.class_of = class_of
         self.world_size = len(class_of)
-        self.whole_shards = whole_shards
-        self.own_class = class_of[rank]
-        self.members: list[list[int]] = [[] for _ in wanted]
-        for member, its_class in enumerate(class_of):
-            self.members[its_class].append(member)
-        # What this rank's engine wants of each weight, as indices of its list.
-        self.indices = indices_by_name(wanted[self.own_class])
-        kinds = find_kinds(grids, wanted)
-        self.buckets = fill_buckets(kinds, bucket_bytes, whole_shards=whole_shards)
-        self._receivers: dict[tuple[Block, int], list[int]] = {}
+        self.bucket_bytes = bucket_bytes
+        self.kinds = find_kinds(grids, wanted)
 
-    # ----------------------------------------------------------------------------------------------
-    # pieces
-
-    def received(self, window: Window) -> Iterator[Piece]:
-        """Yield the pieces of a window that come from other ranks."""
-        for part, wanted in enumerate(window.kind.wanted[self.own_class]):
-            region = intersect(wanted, window.region)
-            if not region:
-                continue
-            for common, block in window.kind.grid.overlaps(region):
-                sender = block.sender(self.rank, self.world_size)
-                if sender != self.rank:
-                    yield Piece(sender, part, common)
-
-    def sent(self, window: Window) -> Iterator[Piece]:
-        """Yield the pieces of a window that go to other ranks."""
-        grid = window.kind.grid
-        shard = intersect(grid.regions[self.rank], window.region)
-        if not shard:
-            return
-        block = grid.blocks[grid.regions[self.rank].offset]
-        for its_class, wanted_by_class in enumerate(window.kind.wanted):
-            receivers = self._receivers_of(block, its_class)
-            for part, wanted in enumerate(wanted_by_class):
-                common = intersect(wanted, shard)
-                if common:
-                    for receiver in receivers:
-                        yield Piece(receiver, part, common)
-
-    def _receivers_of(self, block: Block, its_class: int) -> list[int]:
-        """Return the other ranks of a class that get this rank's block from it."""
-        key = block, its_class
-        if key not in self._receivers:
-            receivers = []
-            for member in self.members[its_class]:
-                if member != self.rank and block.sender(member, self.world_size) == self.rank:
-                    receivers.append(member)
-            self._receivers[key] = receivers
-        return self._receivers[key]
-
-    # ----------------------------------------------------------------------------------------------
-    # copies
-
-    def plan(self, strides: dict[str, tuple[int, ...]], targets: list[Tensor]) -> list[Bucket]:
-        """Return what to do, bucket by bucket.
-
-        Args:
-            strides: of this rank's shards.
-            targets: the parts of the engine that are wanted, with the dimensions of the weights.
-        """
-        planned: dict[tuple, Copies] = {}
+    def plan(self) -> list[Bucket]:
+        """Return what to do, bucket by bucket."""
         buckets = []
-        for windows in self.buckets:
-            groups: list[_Group] = []
-            parts: list[int] = []
-            for shard, window in enumerate(windows):
-                indices = self.indices.get(window.name, [])
-                target_strides = tuple(targets[i].stride() for i in indices)
-                last = groups[-1] if groups else None
-                if last and last.has(window, strides[window.name], target_strides):
-                    last.num_weights += 1
-                else:
-                    group = _Group(window, strides[window.name], target_strides, shard, len(parts))
-                    groups.append(group)
-                parts += indices
-            key = tuple(group.key() for group in groups)
-            if key not in planned:
-                planned[key] = self._plan_copies(groups)
-            names = [window.name for window in windows]
-            buckets.append(Bucket(windows[0].kind.dtype, names, parts, planned[key]))
+        for kind in self.kinds:
+            limit = self.bucket_bytes // kind.dtype.itemsize
+            windows, numel = cut(kind, limit)
+            num_weights = max(1, limit // numel)
+            for number, window in enumerate(windows):
+                bucket = None
+                for start in range(0, len(kind.names), num_weights):
+                    names = kind.names[start : start + num_weights]
+                    if bucket is None or len(bucket.names) != len(names):
+                        bucket = self._plan_bucket(kind, names, window, is_first=number == 0)
+                    buckets.append(bucket._replace(names=names))
         return buckets
 
-    def _plan_copies(self, groups: "list[_Group]") -> Copies:
-        """Plan a bucket."""
-        copies = Copies([0] * self.world_size, [0] * self.world_size)
-        for group in groups:
-            if group.window.is_first:
-                copies.own += self._own_copies(group)
-        if self.whole_shards:
-            self._plan_all_gather(groups, copies)
-        else:
-            self._plan_all_to_all(groups, copies)
-        return copies
-
-    def _own_copies(self, group: "_Group") -> Iterator[OwnCopy]:
-        """Yield the copies of weights that need no wire."""
-        own = group.window.kind.grid.regions[self.rank]
-        for part, wanted in enumerate(group.window.kind.wanted[self.own_class]):
-            common = intersect(wanted, own)
-            if not common:
+    def received(self, kind: Kind, window: Region) -> Iterator[Piece]:
+        """Yield the pieces of a weight's window that come from other ranks."""
+        for i, wanted in enumerate(kind.wanted[self.class_of[self.rank]]):
+            region = intersect(wanted.region, window)
+            if not region:
                 continue
-            target = place_of(group.target_strides[part], common, wanted.offset)
-            source = place_of(group.strides, common, own.offset)
-            for i in range(group.num_weights):
-                number = group.first_part + i * group.num_parts + part
-                yield OwnCopy(group.first_shard + i, number, common.size, source, target)
+            for common, holders in kind.grid.overlaps(region):
+                sender = find_sender(holders, self.rank, self.world_size)
+                if sender != self.rank:
+                    yield Piece(sender, i, common)
 
-    def _plan_all_to_all(self, groups: "list[_Group]", copies: Copies) -> None:
-        """Give each piece its place in a buffer: by peer, then in the order that both ends derive.
+    def sent(self, kind: Kind, window: Region) -> Iterator[Piece]:
+        """Yield the pieces of a weight's window that go to other ranks.
 
-        Both go through the windows of the bucket, and for each through what is wanted.
+        For each of them the order is that in which the other rank goes through what it receives.
         """
-        received = []
-        sent = []
-        for group in groups:
-            received += [(group, piece) for piece in self.received(group.window)]
-            sent += [(group, piece) for piece in self.sent(group.window)]
-        unpack = []
-        for group, piece, slot, step in _slots(received, copies.num_in):
-            unpack.append(self._to_engine(group, piece, slot, step))
+        shard = kind.grid.regions[self.rank]
+        held = intersect(shard, window)
+        if not held:
+            return
+        holders = kind.grid.holders[shard]
+        for receiver, engine_class in enumerate(self.class_of):
+            sender = find_sender(holders, receiver, self.world_size)
+            if receiver == self.rank or sender != self.rank:
+                continue
+            for i, wanted in enumerate(kind.wanted[engine_class]):
+                common = intersect(wanted.region, held)
+                if common:
+                    yield Piece(receiver, i, common)
+
+    def _plan_bucket(
+        self, kind: Kind, names: list[str], window: Region, *, is_first: bool
+    ) -> Bucket:
+        """Plan a window of some weights of a kind; `is_first`: it is the first of each weight."""
+        wanted = kind.wanted[self.class_of[self.rank]]
+        shard = kind.grid.regions[self.rank]
+        shard_strides = contiguous_strides(shard.size)
+        local = []
+        for i, part in enumerate(wanted if is_first else ()):
+            common = intersect(part.region, shard)
+            if common:
+                offset = _offset_in(part.region, part.strides, common)
+                source = _offset_in(shard, shard_strides, common)
+                local.append(Copy(i, common.size, offset, part.strides, source, shard_strides))
+
         pack = []
-        for group, piece, slot, step in _slots(sent, copies.num_out):
-            own = group.window.kind.grid.regions[self.rank]
-            place = place_of(group.strides, piece.region, own.offset)
-            pack.append(Copy(group.first_shard, piece.region.size, place, slot, step))
-        copies.pack = _for_all_weights(groups, merge(pack), by_part=False)
-        copies.unpack = _for_all_weights(groups, merge(unpack), by_part=True)
+        sent = list(self.sent(kind, window))
+        num_out = self._numel_by_rank(sent)
+        for piece, slot in _slots(sent, num_out, len(names)):
+            offset = _offset_in(shard, shard_strides, piece.region)
+            size = piece.region.size
+            strides = contiguous_strides(size)
+            step = num_out[piece.peer]
+            pack.append(Copy(0, size, offset, shard_strides, slot, strides, step))
 
-    def _plan_all_gather(self, groups: "list[_Group]", copies: Copies) -> None:
-        """Let each rank send its shards end to end, in a row as long as the longest rank's."""
-        starts: list[list[int]] = []  # Of each group's shards in each rank's row.
-        ends = [0] * self.world_size
-        for group in groups:
-            starts.append(list(ends))
-            for rank in range(self.world_size):
-                held = group.held(rank)
-                ends[rank] += group.num_weights * math.prod(held.size) if held else 0
-        longest = max(ends)
-        copies.num_out = [longest]
-        copies.num_in = [longest] * self.world_size
-
-        pack = []
         unpack = []
-        for group, start in zip(groups, starts, strict=True):
-            regions = group.window.kind.grid.regions
-            held = group.held(self.rank)
-            if held:
-                place = place_of(group.strides, held, regions[self.rank].offset)
-                slot = Place(start[self.rank], contiguous_strides(held.size))
-                step = math.prod(held.size)
-                pack.append(Copy(group.first_shard, held.size, place, slot, step))
-            for piece in self.received(group.window):
-                held = group.held(piece.peer)
-                assert held, "a piece is in its sender's shard"
-                inside = place_of(contiguous_strides(held.size), piece.region, held.offset)
-                row = piece.peer * longest + start[piece.peer]
-                slot = Place(row + inside.offset, inside.strides)
-                unpack.append(self._to_engine(group, piece, slot, math.prod(held.size)))
-        copies.pack = _for_all_weights(groups, pack, by_part=False)
-        copies.unpack = _for_all_weights(groups, merge(unpack), by_part=True)
+        received = list(self.received(kind, window))
+        num_in = self._numel_by_rank(received)
+        for piece, slot in _slots(received, num_in, len(names)):
+            part = wanted[piece.part]
+            offset = _offset_in(part.region, part.strides, piece.region)
+            size = piece.region.size
+            strides = contiguous_strides(size)
+            step = num_in[piece.peer]
+            unpack.append(Copy(piece.part, size, offset, part.strides, slot, strides, step))
 
-    def _to_engine(self, group: "_Group", piece: Piece, slot: Place, step: int) -> Copy:
-        wanted = group.window.kind.wanted[self.own_class][piece.part]
-        place = place_of(group.target_strides[piece.part], piece.region, wanted.offset)
-        return Copy(group.first_part + piece.part, piece.region.size, place, slot, step)
+        return Bucket(
+            names,
+            kind.dtype,
+            num_out=[num * len(names) for num in num_out],
+            num_in=[num * len(names) for num in num_in],
+            local=local,
+            pack=merge(pack),
+            unpack=merge(unpack),
+        )
 
-
-@dataclass(eq=False)
-class _Group:
-    """Consecutive windows of a bucket that are alike, so that only the first one is planned."""
-
-    window: Window
-    strides: tuple[int, ...]  # Of the weight's shard.
-    target_strides: tuple[tuple[int, ...], ...]  # Of the parts of the engine that it fills.
-    first_shard: int  # Its number in the bucket.
-    first_part: int  # The number of the first of those parts.
-    num_weights: int = 1
-
-    @property
-    def num_parts(self) -> int:
-        """Return the number of parts that each weight fills."""
-        return len(self.target_strides)
-
-    def has(self, window: Window, strides: tuple, target_strides: tuple) -> bool:
-        """Return whether a window is alike."""
-        found = window.kind is self.window.kind and window[2:] == self.window[2:]
-        return found and (strides, target_strides) == (self.strides, self.target_strides)
-
-    def key(self) -> tuple:
-        """Return what is equal for groups whose copies are equal."""
-        kind = id(self.window.kind)
-        return kind, *self.window[2:], self.strides, self.target_strides, self.num_weights
-
-    def held(self, rank: int) -> Region | None:
-        """Return which part of the window is a rank's."""
-        return intersect(self.window.kind.grid.regions[rank], self.window.region)
+    def _numel_by_rank(self, pieces: list[Piece]) -> list[int]:
+        numel = [0] * self.world_size
+        for piece in pieces:
+            numel[piece.peer] += math.prod(piece.region.size)
+        return numel
 
 
-def _for_all_weights(groups: list[_Group], copies: list[Copy], *, by_part: bool) -> list[Copy]:
-    """Return the copies of all weights of the groups.
+def contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = []
+    stride = 1
+    for length in reversed(size):
+        strides.append(stride)
+        stride *= length
+    return tuple(reversed(strides))
+
+
+def _offset_in(outer: Region, strides: tuple[int, ...], inner: Region) -> int:
+    """Return where a region begins in a tensor that holds the region `outer` with such strides."""
+    offset = 0
+    for stride, start, first in zip(strides, inner.offset, outer.offset, strict=True):
+        offset += stride * (start - first)
+    return offset
+
+
+def _slots(pieces: list[Piece], numel: list[int], num_weights: int) -> Iterator[tuple[Piece, int]]:
+    """Yield each piece of a bucket's first weight with its place in the buffer.
+
+    A buffer holds what is for one rank after the other, for each rank weight by weight, and of each
+    weight its pieces in the order that both ends derive.
 
     Args:
-        groups: of a bucket.
-        copies: of the first weight of each group.
-        by_part: their tensors are parts of the engine, or else shards.
+        pieces: of one weight.
+        numel: elements of one weight to or from each rank.
+        num_weights: number of weights in the bucket.
     """
-    firsts = [group.first_part if by_part else group.first_shard for group in groups]
-    found: list[Copy] = []
-    for copy in copies:
-        group = groups[bisect_right(firsts, copy.tensor) - 1]
-        found += repeat(copy, group.num_weights, group.num_parts if by_part else 1)
-    return found
+    slots = list(itertools.accumulate((num * num_weights for num in numel), initial=0))
+    for piece in pieces:
+        yield piece, slots[piece.peer]
+        slots[piece.peer] += math.prod(piece.region.size)
 
 
-def _slots(
-    pieces: list[tuple[_Group, Piece]], numel: list[int]
-) -> Iterator[tuple[_Group, Piece, Place, int]]:
-    """Yield each piece with its place in a buffer, and how far it is from the next weight's.
+def merge(copies: list[Copy]) -> list[Copy]:
+    """Merge copies of equal size that are equally far apart, in the tensor and in the buffer.
 
-    Args:
-        pieces: of the first weight of each group. Those of a peer keep their order.
-        numel: for each peer; the elements of all weights are added.
+    A run of n becomes one copy with n as its first dimension. Pieces from or to the ranks of a
+    trainer's 2-D mesh are runs of runs, so it repeats until nothing is merged any more. So the
+    number of copies does not grow with the number of ranks.
     """
-    start = 0
-    by_peer = sorted(pieces, key=lambda item: item[1].peer)
-    for (peer, _), items in itertools.groupby(by_peer, lambda item: (item[1].peer, id(item[0]))):
-        of_group = list(items)
-        group = of_group[0][0]
-        step = sum(math.prod(piece.region.size) for _, piece in of_group)
-        offset = start
-        for _, piece in of_group:
-            yield group, piece, Place(offset, contiguous_strides(piece.region.size)), step
-            offset += math.prod(piece.region.size)
-        start += step * group.num_weights
-        numel[peer] += step * group.num_weights
+    while True:
+        groups: dict[tuple, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            alike = copy.part, copy.size, copy.strides, copy.slot_strides, copy.step
+            groups[alike].append(copy)
+        merged: list[Copy] = []
+        for group in groups.values():
+            group.sort(key=lambda copy: copy.slot)
+            while group:
+                length = _run_length(group)
+                merged.append(_as_one(group[:length]))
+                group = group[length:]
+        if len(merged) == len(copies):
+            return merged
+        copies = merged
+
+
+def _run_length(copies: Sequence[Copy]) -> int:
+    """Return how many of the first copies are equally far apart."""
+    if len(copies) < 2 or copies[1].offset < copies[0].offset:
+        return 1  # A tensor has no negative strides.
+    distances = []
+    for a, b in itertools.pairwise(copies):
+        distances.append((b.offset - a.offset, b.slot - a.slot))
+        if distances[-1] != distances[0]:
+            return len(distances)
+    return len(copies)
+
+
+def _as_one(run: list[Copy]) -> Copy:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    return first._replace(
+        size=(len(run), *first.size),
+        strides=(run[1].offset - first.offset, *first.strides),
+        slot_strides=(run[1].slot - first.slot, *first.slot_strides),
+    )

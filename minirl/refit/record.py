@@ -5,6 +5,7 @@ a view that says which region of which checkpoint weight lands in which part of 
 parameter, so that no table per architecture is needed.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from typing import NamedTuple
@@ -16,16 +17,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minirl.parallel.regions import Region
 
 
-class Arrival(NamedTuple):
-    """A region of a weight that this rank's engine wants."""
+class Wanted(NamedTuple):
+    """A region of a weight that an engine wants, as the ranks tell each other."""
+
+    region: Region
+    dtype: torch.dtype  # In the engine.
+    strides: tuple[int, ...]  # In the engine.
+
+
+class EnginePart(NamedTuple):
+    """A part of this rank's engine, and the region of a weight that fills it."""
 
     name: str
     region: Region
-    target: Tensor  # The part of the engine that it fills, with the dimensions of the weight.
+    target: Tensor  # The part of the engine, with the dimensions of the weight.
 
     def numel(self) -> int:
         """Return the number of its elements."""
         return math.prod(self.region.size)
+
+
+def wanted_by_name(parts: list[EnginePart]) -> dict[str, list[Wanted]]:
+    """Return what an engine with such parts wants of each weight."""
+    wanted = defaultdict(list)
+    for name, region, target in parts:
+        wanted[name].append(Wanted(region, target.dtype, target.stride()))
+    return dict(wanted)
 
 
 class Recorder(TorchDispatchMode):
@@ -36,7 +53,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.weights = weights
         self.name_of = {t.untyped_storage()._cdata: name for name, t in weights.items()}
-        self.arrivals: list[Arrival] = []
+        self.parts: list[EnginePart] = []
         self.zeroed: set[str] = set()  # Weights that the loader has set to 0.
         self.zeros: list[Tensor] = []  # Parts of the engine that it copies such weights to.
 
@@ -59,7 +76,7 @@ class Recorder(TorchDispatchMode):
                 "the engine's loader computes with a weight instead of slicing it, "
                 "which a refit cannot plan"
             )
-        self.arrivals.append(_to_arrival(name, self.weights[name], source, target.detach()))
+        self.parts.append(_to_part(name, self.weights[name], source, target.detach()))
         return target
 
     def _name(self, t: Tensor) -> str | None:
@@ -80,14 +97,14 @@ class Recorder(TorchDispatchMode):
         return t
 
 
-def _to_arrival(name: str, weight: Tensor, view: Tensor, target: Tensor) -> Arrival:
+def _to_part(name: str, weight: Tensor, view: Tensor, target: Tensor) -> EnginePart:
     """Read a strided view of a contiguous weight as a region of it.
 
     Args:
-        name: of the weight.
-        weight: any tensor of its shape.
-        view: without the dimensions that the loader indexed away (one expert of many), in any
-            order.
+        name: name of the weight.
+        weight: a tensor of its shape.
+        view: the view, without the dimensions that the loader indexed away (one expert of many), in
+            any order.
         target: what the view is copied to, of the same shape.
     """
     shape = tuple(weight.shape)
@@ -113,72 +130,68 @@ def _to_arrival(name: str, weight: Tensor, view: Tensor, target: Tensor) -> Arri
         index, rest = divmod(rest, stride)
         offset.append(index)
     region = Region(tuple(offset), tuple(size))
-    return Arrival(name, region, target.as_strided(size, target_strides))
+    return EnginePart(name, region, target.as_strided(size, target_strides))
 
 
-def join(arrivals: list[Arrival]) -> list[Arrival]:
-    """Join neighbouring regions whose places in the engine are neighbours, too.
+def join(parts: list[EnginePart]) -> list[EnginePart]:
+    """Join parts that are neighbours both in the engine and in the weight.
 
-    A loader copies the experts of a layer one by one, though they lie side by side both in the
-    trainer's fused weight and in the engine's: they become one arrival.
+    A loader copies the experts of a layer one by one, though they lie next to each other both in
+    the trainer's fused weight and in the engine's: they become one part.
     """
-    num_dims = max((len(arrival.region.size) for arrival in arrivals), default=0)
+    num_dims = max((len(part.region.size) for part in parts), default=0)
     for axis in range(num_dims):
-        groups: dict[tuple, list[Arrival]] = defaultdict(list)
-        for i, arrival in enumerate(arrivals):
-            groups[_alike_but_for(axis, arrival, i)].append(arrival)
-        arrivals = []
+        groups: dict[tuple, list[EnginePart]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            groups[_alike_but_for(axis, part, number)].append(part)
+        parts = []
         for group in groups.values():
-            arrivals += _join_along(axis, group)
-    return arrivals
+            if len(group) > 1:
+                group.sort(key=lambda part: part.region.offset[axis])
+            while group:
+                length = _num_neighbours(axis, group)
+                parts.append(_as_one(axis, group[:length]))
+                group = group[length:]
+    return parts
 
 
-def _alike_but_for(axis: int, arrival: Arrival, index: int) -> tuple:
-    """Return a key that is equal for arrivals that differ in their place along one axis alone."""
-    offset, size = arrival.region
+def _alike_but_for(axis: int, part: EnginePart, number: int) -> tuple:
+    """Return a key that is equal for parts that differ in their place along one axis alone."""
+    offset, size = part.region
     if axis >= len(size):
-        return (index,)
-    target = arrival.target
+        return (number,)
+    target = part.target
     other_strides = target.stride()[:axis] + target.stride()[axis + 1 :]
     storage = target.untyped_storage()._cdata
-    return arrival.name, offset[:axis], offset[axis + 1 :], size, other_strides, storage
+    return part.name, offset[:axis], offset[axis + 1 :], size, other_strides, storage
 
 
-def _join_along(axis: int, group: list[Arrival]) -> list[Arrival]:
-    """Join arrivals that differ in their place along an axis alone, as far as they are neighbours.
+def _num_neighbours(axis: int, group: list[EnginePart]) -> int:
+    """Return how many of the first parts are neighbours along an axis.
 
     Each has the same distance to the next, in the weight (the length of one) and in the engine.
     """
-    if len(group) == 1:
-        return group
-    group = sorted(group, key=lambda arrival: arrival.region.offset[axis])
-    length = group[0].region.size[axis]
-    joined = []
-    run = [group[0]]
-    step = 0  # Between two of the run, in the engine.
-    for arrival in group[1:]:
-        last = run[-1]
-        distance = int(arrival.target.storage_offset()) - int(last.target.storage_offset())
-        fits = arrival.region.offset[axis] - last.region.offset[axis] == length
-        fits &= length == 1 or distance == length * last.target.stride(axis)
-        if fits and distance > 0 and (len(run) == 1 or distance == step):
-            run.append(arrival)
-            step = distance
-            continue
-        joined.append(_as_one(axis, run, step))
-        run = [arrival]
-    joined.append(_as_one(axis, run, step))
-    return joined
+    step = 0
+    for number, (a, b) in enumerate(itertools.pairwise(group), start=1):
+        length = a.region.size[axis]
+        distance = int(b.target.storage_offset()) - int(a.target.storage_offset())
+        fits = b.region.offset[axis] - a.region.offset[axis] == length and distance > 0
+        fits &= length == 1 or distance == length * a.target.stride(axis)
+        if not fits or (number > 1 and distance != step):
+            return number
+        step = distance
+    return len(group)
 
 
-def _as_one(axis: int, run: list[Arrival], step: int) -> Arrival:
-    """Return one arrival for a run of neighbours, which are `step` elements apart in the engine."""
+def _as_one(axis: int, run: list[EnginePart]) -> EnginePart:
+    """Return one part for a run of neighbours."""
     first = run[0]
     if len(run) == 1:
         return first
+    step = int(run[1].target.storage_offset()) - int(first.target.storage_offset())
     size = list(first.region.size)
     strides = list(first.target.stride())
     strides[axis] = step // size[axis]
     size[axis] *= len(run)
     target = first.target.as_strided(size, strides)
-    return Arrival(first.name, Region(first.region.offset, tuple(size)), target)
+    return EnginePart(first.name, Region(first.region.offset, tuple(size)), target)
