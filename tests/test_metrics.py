@@ -79,7 +79,7 @@ def written(tmp_path_factory) -> dict[str, list[dict]]:
     shared = {
         "--policy.model": folder / "model",
         "--policy.dtype": "float32",
-        "--num-steps": 3,  # The seconds of a background write are logged two steps later.
+        "--num-steps": 2,
         "--eval.every": 1,
         "--checkpoint.every": 1,
         "--data.held-out": 4,

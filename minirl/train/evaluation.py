@@ -45,7 +45,10 @@ def breakdown(
 
     Returns:
         The means of `more`, and those that METRICS.md explains: `source/NAME/*` of each data
-        source, `reward/NAME` of each reward function, `graders/*`, `env/*` and `endpoint/*`.
+        source, `reward/NAME` of each reward function, `graders/*` and `env/*`. For agents also
+        `endpoint/refused`, requests that the endpoint refused; `endpoint/unguided`, answers that it
+        could not hold to a format; `endpoint/outside_loss`, the share of tokens that guided
+        decoding put outside the loss.
     """
     gathered = _gather_sorted([*more, *_of_episodes(episodes, threshold)], mesh)
     return {name: _mean(in_order) for name, in_order in gathered.items()}
