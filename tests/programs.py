@@ -36,6 +36,11 @@ AVX2 = {
 }
 
 
+def as_flags(text: str) -> list[str]:
+    """The flags of a command line whose values have no spaces."""
+    return text.split()
+
+
 @dataclass
 class Ended:
     code: int

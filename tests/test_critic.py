@@ -20,6 +20,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
+from programs import as_flags
 from test_gradients import exact_norm, worst
 from test_preference import MESHES, by_difference, random, same, value_and_gradient
 
@@ -225,55 +226,16 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
     tiny.make(tmp_path / "model")
     ranks(1, export_with_head, tmp_path / "model", tmp_path / "reward_model")
     given = [
-        "--output",
-        output,
-        "--policy.model",
-        tmp_path / "model",
-        "--policy.dtype",
-        "float32",
-        "--policy.lr",
-        1e-3,
-        "--critic.model",
-        tmp_path / "reward_model",
-        "--critic.dtype",
-        "float32",
-        "--critic.lr",
-        1e-3,
-        "--critic.warmup-steps",
-        1,
-        "--critic.value-clip",
-        0.05,
-        "--algo.advantage",
-        "gae",
-        "--algo.kl-coef",
-        0.1,
-        "--algo.kl-in",
-        "reward",
-        "--algo.updates-per-step",
-        2,
-        "--data.train",
-        data,
-        "--data.held-out",
-        4,
-        "--data.max-prompt-tokens",
-        24,
-        "--rollout.max-tokens",
-        8,
-        "--rollout.prompts-per-step",
-        8,
-        "--rollout.samples-per-prompt",
-        1,
-        "--tokens-per-rank",
-        64,
-        "--num-steps",
-        4,
-        "--eval.every",
-        0,
-        "--checkpoint.every",
-        2,
-        "--engine.kv-cache-gb",
-        0.05,
-        "--reward.function",
+        *as_flags(f"""
+        --output {output} --policy.model {tmp_path}/model --policy.dtype float32
+        --policy.lr 1e-3 --critic.model {tmp_path}/reward_model --critic.dtype float32
+        --critic.lr 1e-3 --critic.warmup-steps 1 --critic.value-clip 0.05 --algo.advantage gae
+        --algo.kl-coef 0.1 --algo.kl-in reward --algo.updates-per-step 2 --data.train {data}
+        --data.held-out 4 --data.max-prompt-tokens 24 --rollout.max-tokens 8
+        --rollout.prompts-per-step 8 --rollout.samples-per-prompt 1 --tokens-per-rank 64
+        --num-steps 4 --eval.every 0 --checkpoint.every 2 --engine.kv-cache-gb 0.05
+        --reward.function
+    """),
         f"{tmp_path / 'reward.py'}:count",
     ]
     (tmp_path / "reward.py").write_text(

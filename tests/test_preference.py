@@ -38,7 +38,7 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
-from programs import ROOT, alone, fork
+from programs import ROOT, alone, as_flags, fork
 from test_gradients import exact_norm, worst
 
 # --------------------------------------------------------------------------------------------------
@@ -558,28 +558,11 @@ def export(mesh, run, output):
 
 def flags(folder, output, *more):
     return [
-        "--output",
-        output,
-        "--policy.model",
-        folder / "model",
-        "--policy.dtype",
-        "float32",
-        "--policy.lr",
-        1e-3,
-        "--data.train",
-        folder / "pairs.jsonl",
-        "--data.held-out",
-        6,
-        "--data.max-tokens",
-        48,
-        "--tokens-per-rank",
-        128,
-        "--batch-size",
-        8,
-        "--num-steps",
-        6,
-        "--eval.every",
-        2,
+        *as_flags(f"""
+        --output {output} --policy.model {folder}/model --policy.dtype float32
+        --policy.lr 1e-3 --data.train {folder}/pairs.jsonl --data.held-out 6
+        --data.max-tokens 48 --tokens-per-rank 128 --batch-size 8 --num-steps 6 --eval.every 2
+    """),
         *more,
     ]
 
@@ -747,18 +730,10 @@ def test_recipe_learns_the_rule_on_held_out_pairs(tmp_path, program):
         2,
         run,
         f"minirl.{program}",
-        [
-            "--config",
-            ROOT / "configs" / f"{program}_spell_backward.yaml",
-            "--output",
-            tmp_path / "out",
-            "--num-steps",
-            70,
-            "--data.train",
-            words,
-            "--eval.every",
-            0,
-        ],
+        as_flags(f"""
+            --config {ROOT}/configs/{program}_spell_backward.yaml --output {tmp_path}/out
+            --num-steps 70 --data.train {words} --eval.every 0
+        """),
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (
@@ -788,18 +763,10 @@ def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
         port = s.getsockname()[1]
     server = alone(
         "minirl.rm",
-        [
-            "serve",
-            tmp_path / "scored",
-            "--port",
-            port,
-            "--dtype",
-            "float32",
-            "--max-tokens",
-            64,
-            "--tokens-per-batch",
-            100,
-        ],
+        as_flags(f"""
+            serve {tmp_path}/scored --port {port} --dtype float32 --max-tokens 64
+            --tokens-per-batch 100
+        """),
         tmp_path / "log",
     )
 

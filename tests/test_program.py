@@ -26,7 +26,7 @@ from minirl.config.validate import resolve_dtypes, resolve_learning_rates, resol
 from minirl.rl import Trainer
 from minirl.run import inputs
 from nodes import Job, Node
-from programs import QUICKSTART, ROOT, Ended, alone, fork, torchrun
+from programs import QUICKSTART, ROOT, Ended, alone, as_flags, fork, torchrun
 from test_preference import export_scored
 
 NUM_STEPS, SAVED = 10, 5
@@ -85,29 +85,12 @@ def data(tmp_path_factory) -> Path:
 
 
 def flags(data: Path, output: Path) -> list[str]:
-    given = [
-        "--config",
-        QUICKSTART,
-        "--output",
-        output,
-        "--data.train",
-        data / "train.jsonl",
-        "--data.eval",
-        data / "held_out.jsonl",
-        "--num-steps",
-        NUM_STEPS,
-        "--sft.num-steps",
-        30,
-        "--eval.every",
-        SAVED,
-        "--eval.temperature",
-        0,
-        "--checkpoint.every",
-        SAVED,
-        "--checkpoint.best-metric",
-        "accuracy",
-        "--debug.check-refit",
-    ]
+    given = as_flags(f"""
+        --config {QUICKSTART} --output {output} --data.train {data}/train.jsonl
+        --data.eval {data}/held_out.jsonl --num-steps {NUM_STEPS} --sft.num-steps 30
+        --eval.every {SAVED} --eval.temperature 0 --checkpoint.every {SAVED}
+        --checkpoint.best-metric accuracy --debug.check-refit
+    """)
     return [str(flag) for flag in given]
 
 
@@ -388,30 +371,12 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
 
 def test_evaluate_the_exported_model(run, data, tmp_path):
     ranks(1, export_scored, run.folder / "model", tmp_path / "judge")
-    given = [
-        "--model",
-        run.folder / "model",
-        "--data.eval",
-        data / "held_out.jsonl",
-        "--reward.function",
-        "exact",
-        "--data.max-prompt-tokens",
-        16,
-        "--reward.model",
-        tmp_path / "judge",
-        "--reward.model-weight",
-        0,
-        "--rollout.max-tokens",
-        10,
-        "--engine.dtype",
-        "float32",
-        "--engine.kv-cache-gb",
-        0.1,
-        "--eval.temperature",
-        0,
-        "--eval.samples",
-        2,
-    ]
+    given = as_flags(f"""
+        --model {run.folder}/model --data.eval {data}/held_out.jsonl --reward.function exact
+        --data.max-prompt-tokens 16 --reward.model {tmp_path}/judge --reward.model-weight 0
+        --rollout.max-tokens 10 --engine.dtype float32 --engine.kv-cache-gb 0.1
+        --eval.temperature 0 --eval.samples 2
+    """)
     running = alone(
         "minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one"
     )
@@ -481,57 +446,27 @@ def test_evaluation_has_longer_answers_than_training(data, tmp_path):
 # the other switches
 
 
-ASIDE = [
-    "--num-steps",
-    2,
-    "--rollout.prompts-per-step",
-    8,
-    "--rollout.samples-per-prompt",
-    8,
-    "--algo.updates-per-step",
-    2,
-    "--algo.kl-coef",
-    0.05,
-    "--algo.clip-high",
-    0.28,
-    "--algo.dual-clip",
-    3,
-    "--algo.aggregation",
-    "sequence",
-    "--rollout.tickets",
-    "pull",
-    "--policy.activation-checkpointing",
-    "full",
-    "--policy.lr-warmup-steps",
-    0,
-    "--eval.every",
-    0,
-    "--debug.check-refit",
-    "--rollout.dump",
-]
+ASIDE = as_flags("""
+    --num-steps 2 --rollout.prompts-per-step 8 --rollout.samples-per-prompt 8
+    --algo.updates-per-step 2 --algo.kl-coef 0.05 --algo.clip-high 0.28 --algo.dual-clip 3
+    --algo.aggregation sequence --rollout.tickets pull --policy.activation-checkpointing full
+    --policy.lr-warmup-steps 0 --eval.every 0 --debug.check-refit --rollout.dump
+""")
 
 
 def test_two_ranks_share_an_engine(data, tmp_path):
     output = tmp_path / "out"
     given = [
-        "--config",
-        QUICKSTART,
-        "--output",
-        output,
-        "--data.train",
-        data / "train.jsonl",
-        "--data.eval",
-        data / "held_out.jsonl",
+        *as_flags(f"""
+        --config {QUICKSTART} --output {output} --data.train {data}/train.jsonl
+        --data.eval {data}/held_out.jsonl
+    """),
         *ASIDE,
-        "--reward.function",
-        f"{data}/reward.py:vowels",
-        "--sft.num-steps",
-        5,
-        "--engine.tensor-parallel-size",
-        2,
-        "--parallel.tensor",
-        2,
-        "--parallel.sequence",
+        *as_flags(f"""
+        --reward.function {data}/reward.py:vowels --sft.num-steps 5
+        --engine.tensor-parallel-size 2 --parallel.tensor 2
+        --parallel.sequence
+    """),
     ]
     ended = fork("minirl.rl", given, tmp_path, 300, world=2)
     assert ended.code == 0, ended.err
@@ -557,19 +492,14 @@ def test_two_engines_pull_from_one_queue(data, tmp_path):
     output = tmp_path / "out"
     words = "reasoning_gym:spell_backward?size=200&seed=3&min_word_len=3&max_word_len=6"
     given = [
-        "--config",
-        QUICKSTART,
-        "--output",
-        output,
+        *as_flags(f"""
+        --config {QUICKSTART} --output {output}
+    """),
         *ASIDE,
-        "--data.train",
-        words,
-        "--data.held-out",
-        16,
-        "--reward.function",
-        f"{data}/reward.py:vowels",
-        "--sft.num-steps",
-        0,
+        *as_flags(f"""
+        --data.train {words} --data.held-out 16 --reward.function {data}/reward.py:vowels
+        --sft.num-steps 0
+    """),
     ]
     updates, groups = zip(*ranks(2, train_and_tell, [str(flag) for flag in given]), strict=True)
     assert updates[0] == updates[1]
@@ -633,22 +563,10 @@ def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):
     """Their segments have no name any more when they work, or Python's resource tracker, which
     outlives them, takes it away."""
     output = tmp_path / "out"
-    given = [
-        "--config",
-        QUICKSTART,
-        "--output",
-        output,
-        "--data.train",
-        data / "train.jsonl",
-        "--data.held-out",
-        8,
-        "--num-steps",
-        1000,
-        "--sft.num-steps",
-        0,
-        "--engine.tensor-parallel-size",
-        2,
-    ]
+    given = as_flags(f"""
+        --config {QUICKSTART} --output {output} --data.train {data}/train.jsonl
+        --data.held-out 8 --num-steps 1000 --sft.num-steps 0 --engine.tensor-parallel-size 2
+    """)
     running = torchrun("minirl.rl", given, tmp_path)
     running.wait_for((output / "metrics.jsonl").exists, 200)
     lines = [

@@ -45,15 +45,13 @@ from minirl.run.inputs import find_other_model
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
-from programs import ROOT
+from programs import ROOT, as_flags
 
 WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
 SCRATCH = [
-    "--policy.model",
-    "scratch",
-    "--policy.dtype",
-    "float32",
-    "--policy.scratch.phrases",
+    *as_flags("""
+    --policy.model scratch --policy.dtype float32 --policy.scratch.phrases
+"""),
     "Spell this word backward (example: sun -> nus): ",
 ]
 RECIPES = {
@@ -130,68 +128,40 @@ pytestmark = pytest.mark.skipif(
 
 
 def flags(folder: Path, name: str, *more: object, config: str = "rloo") -> list[str]:
-    given = [
-        "--config",
-        ROOT / "configs" / f"{config}.yaml",
-        "--output",
-        folder / name,
-        "--num-steps",
-        2,
-        "--eval.every",
-        0,
-        "--data.held-out",
-        2,
-        "--data.train",
-        WORDS,
-        "--policy.scratch.num-layers",
-        1,
-        "--policy.scratch.hidden-size",
-        32,
-        "--policy.lr-warmup-steps",
-        0,
-        "--policy.lr-schedule",
-        "constant",
-        "--checkpoint.every",
-        0,
-    ]
+    given = as_flags(f"""
+        --config {ROOT}/configs/{config}.yaml --output {folder}/{name} --num-steps 2
+        --eval.every 0 --data.held-out 2 --data.train {WORDS} --policy.scratch.num-layers 1
+        --policy.scratch.hidden-size 32 --policy.lr-warmup-steps 0
+        --policy.lr-schedule constant --checkpoint.every 0
+    """)
     if not config.endswith("_spell_backward"):
-        given += [
-            "--sft.num-steps",
-            0,
-            "--reward.function",
-            f"{folder}/reward.py:vowels",
-            "--rollout.prompts-per-step",
-            8,
-            "--engine.max-model-len",
-            128,
-        ]
+        given += as_flags(f"""
+            --sft.num-steps 0 --reward.function {folder}/reward.py:vowels
+            --rollout.prompts-per-step 8 --engine.max-model-len 128
+        """)
     return [str(flag).replace("{folder}", str(folder)) for flag in (*given, *more)]
 
 
-def words(text: str) -> list[str]:
-    return text.split()
-
-
-STATES = words("""
+STATES = as_flags("""
     --num-steps 5 --checkpoint.every 2 --rollout.extra-prompts 3
     --rollout.keep-inside 0.06 1.0 --reward.normalize --algo.kl-coef 0.1
     --algo.kl-target 0.001 --ref.every 3 --rollout.samples-per-prompt 4
     --algo.entropy-share 0.3 --algo.entropy-coef 0.01
 """)
-JUDGED = words("""
+JUDGED = as_flags("""
     --num-steps 5 --checkpoint.every 2 --reward.model {folder}/judge/model
     --reward.model-weight 0.5 --eval.threshold 0.2 --rollout.curriculum-floor 0.1
     --algo.kl-coef 0.1 --ref.every 2 --ref.reset-optimizer --rollout.samples-per-prompt 4
     --policy.lr 0.003 --rollout.dump --eval.every 4
 """)
-TEACH = words("""
+TEACH = as_flags("""
     --num-steps 16 --algo.advantage on_policy_distill --policy.lr 0.005 --algo.kl-estimator k1
     --rollout.samples-per-prompt 1 --rollout.prompts-per-step 32
     --ref.model {folder}/teacher/model
 """)
 
 
-PARTIAL = words("""
+PARTIAL = as_flags("""
     --num-steps 5 --checkpoint.every 2 --env.name {folder}/talk.py:Talk --env.max-turns 4
     --rollout.ahead 3 --rollout.max-tokens 8 --engine.max-model-len 160
     --rollout.prompts-per-step 4 --rollout.samples-per-prompt 3 --rollout.dump

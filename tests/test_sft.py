@@ -36,7 +36,7 @@ from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy
 from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
-from programs import fork, torchrun
+from programs import as_flags, fork, torchrun
 from test_gradients import exact_norm
 
 # --------------------------------------------------------------------------------------------------
@@ -675,30 +675,12 @@ def flags(folder: Path, source: str, output: Path, *more: object) -> list[str]:
     return [
         str(x)
         for x in [
-            "--output",
-            output,
-            "--policy.model",
-            folder,
-            "--policy.dtype",
-            "float32",
-            "--policy.lr",
-            "3e-3",
-            "--policy.lr-schedule",
-            "cosine",
-            "--data.train",
-            source,
-            "--data.held-out",
-            6,
-            "--data.max-tokens",
-            48,
-            "--batch-size",
-            8,
-            "--tokens-per-rank",
-            100,
-            "--eval.every",
-            2,
-            "--num-epochs",
-            2,
+            *as_flags(f"""
+            --output {output} --policy.model {folder} --policy.dtype float32 --policy.lr 3e-3
+            --policy.lr-schedule cosine --data.train {source} --data.held-out 6
+            --data.max-tokens 48 --batch-size 8 --tokens-per-rank 100 --eval.every 2
+            --num-epochs 2
+        """),
             *more,
         ]
     ]
@@ -740,12 +722,10 @@ def test_every_mesh_trains_alike(tmp_path, world, parallel):
     given = flags(folder, source, tmp_path / "one", "--policy.dtype", "float64")
     ranks(1, train, given)
     more = [
-        "--parallel.tensor",
-        parallel.tensor,
-        "--parallel.replicate",
-        parallel.replicate,
-        "--parallel.context",
-        parallel.context,
+        *as_flags(f"""
+        --parallel.tensor {parallel.tensor} --parallel.replicate {parallel.replicate}
+        --parallel.context {parallel.context}
+    """),
         *["--parallel.sequence"] * parallel.sequence,
     ]
     ranks(
