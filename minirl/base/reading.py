@@ -51,7 +51,7 @@ def read_json(path: Path, setting: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise UserError(f"{setting} {path} is not JSON: {error}; mend or replace it") from error
+        raise UserError(f"{setting} {path} is not JSON: {error}; fix or replace it") from error
 
 
 def parse_json(text: str) -> Any:
@@ -121,5 +121,21 @@ def library_reads(what: str) -> Iterator[None]:
     except Exception as error:
         problem = " ".join(str(error).split())[:500]
         raise UserError(
-            f"{what} cannot be read: {type(error).__name__}: {problem}; mend or replace it"
+            f"{what} cannot be read: {type(error).__name__}: {problem}; fix or replace it"
         ) from error
+
+
+def key_of_environment(setting: str, name: str) -> str:
+    """Return the key of a server in the environment variable `name`; "" if `name` is empty.
+
+    Keys are no settings, because settings are printed, logged and saved.
+
+    Raises:
+        UserError: the variable is not set or empty.
+    """
+    key = os.environ.get(name, "").strip() if name else ""
+    require(
+        key or not name,
+        f"{setting} = {name}: this environment variable is not set or empty; put the key into it",
+    )
+    return key

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from minirl.base.errors import UserError
-from minirl.base.keys import key_of_environment
+from minirl.base.reading import key_of_environment
 from minirl.config.supervised import ServeConfig
 from minirl.endpoint.http import Server, bind
 from minirl.endpoint.limits import (

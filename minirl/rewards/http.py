@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from minirl.base.errors import UserError, require
-from minirl.base.keys import key_of_environment
+from minirl.base.reading import key_of_environment
 from minirl.config.shared import RewardConfig
 from minirl.rewards import RowPrompt
 
