@@ -19,8 +19,7 @@ from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig
 from minirl.parallel.mesh import Mesh
-from minirl.rollout.pacing import GroupState, Pace
-from minirl.rollout.tickets import deal, spread
+from minirl.rollout.pacing import GroupState, Pace, deal, spread
 from minirl.train.evaluation import means_of_step
 from minirl.types.packed import Trajectory
 
@@ -119,7 +118,7 @@ def pace_step(num_ranks: int, num_groups: int) -> None:
     Half of the groups are a version older than the others.
     """
     pace = Pace(prompts_per_step=num_groups, ahead=num_groups, max_staleness=2, updates_per_step=1)
-    states = [GroupState(i, 5 + i % 2, False, False, 0, i % num_ranks) for i in range(num_groups)]
+    states = [GroupState(i, 5 + i % 2, False, False, i % num_ranks) for i in range(num_groups)]
     goals = pace.goals(states, 7)
     versions: list[list[int]] = [[] for _ in range(num_ranks)]
     for state in states:

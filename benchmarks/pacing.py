@@ -63,7 +63,7 @@ class SimulatedGroup:
 
     def state(self, *, is_finished: bool) -> GroupState:
         """Return what the rules of pacing know of it."""
-        return GroupState(self.ticket, self.version, is_finished, is_finished, 0, 0)
+        return GroupState(self.ticket, self.version, is_finished, is_finished, 0)
 
 
 class Outcome(NamedTuple):

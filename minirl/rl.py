@@ -77,8 +77,10 @@ class Trainer(BaseTrainer):
         if cfg.sft.num_steps:
             self.start_folder = self.run.output / "sft"
         self.progress = self.run.progress
-        if self.generation and cfg.rollout.ahead:
-            self.generation.keep_unfinished(self.run.saver, self.run.resumed_from)
+        if self.generation:  # A resumed run begins again what was unfinished.
+            self.generation.sampler.waiting = self.progress.unfinished_tickets
+            self.progress.add({}, discarded=self.progress.unfinished_tokens)
+            self.progress.unfinished_tokens = 0
 
         self.algo = cfg.algo  # with the weight of the KL as it is adapted
         if cfg.algo.kl_target and self.progress.kl_coef is not None:
@@ -125,8 +127,7 @@ class Trainer(BaseTrainer):
             if self.run.has_reached_goal:
                 break
             if trajectories is None:  # a signal has interrupted it
-                in_rollout = self.generation and self.generation.sampler.is_interrupted
-                self.run.stop(step, is_interrupted=bool(in_rollout))
+                self.run.stop(step)
                 return
             self.run.wait_for_export()  # a reference's, or in the first step the warm start's
             if is_refresh:
@@ -151,9 +152,9 @@ class Trainer(BaseTrainer):
 
         If an evaluation is due, it comes first, while the engine is awake anyway. A ticket is the
         number of a prompt in the run. A signal that asks to stop interrupts an evaluation, and with
-        rollout.ahead the rollout, too: then this returns None, and the sampler keeps the unfinished
-        episodes. It also returns None if the evaluation has reached `stop_at`. Raises UserError if
-        no rank has an episode to train on.
+        rollout.ahead the rollout, too: then this returns None, and a resumed run begins the step
+        again. It also returns None if the evaluation has reached `stop_at`. Raises UserError if no
+        rank has an episode to train on.
         """
         cfg = self.cfg
         generation = self.generation
@@ -175,11 +176,12 @@ class Trainer(BaseTrainer):
                 rollout = generation.sampler.collect_step(
                     first_ticket, generation.sampling, version=self.policy.num_updates
                 )
-        if rollout.is_interrupted:  # The step will begin again, after the tickets that it took.
-            self.progress.extra_tickets += rollout.next_ticket - first_ticket
+        if rollout is None:
             return None
         self.num_extra_prompts = rollout.next_ticket - first_ticket - cfg.rollout.prompts_per_step
         self.progress.extra_tickets += self.num_extra_prompts
+        self.progress.unfinished_tickets = rollout.unfinished
+        self.progress.unfinished_tokens = rollout.unfinished_tokens
         self.num_discarded_tokens = rollout.discarded_tokens
         trajectories = rollout.trajectories
 
@@ -448,9 +450,8 @@ class Trainer(BaseTrainer):
                 self.run.stop(self.num_steps)
                 return
         if self.generation:
-            # Episodes that a later step would have finished are lost, because none follows.
-            unfinished = self.generation.sampler.num_unfinished_tokens()
-            self.progress.add({}, discarded=unfinished)
+            # What a later step would have continued is lost, now that none follows.
+            self.progress.add({}, discarded=self.progress.unfinished_tokens)
         evaluations = self.progress.evaluations
         sizes = {}
         if self.generation:

@@ -221,33 +221,6 @@ def test_a_plan_is_made_again_only_when_what_is_saved_has_changed(tmp_path, worl
     assert entries(run / "checkpoints/step-5/state") == entries(run / "planned")
 
 
-def save_rollouts(mesh, folder, run):
-    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
-    saver.rollouts = lambda: [f"{mesh.rank}.{i}" for i in range(mesh.rank + 1)]
-    with saver:
-        saver.save(1, {})
-
-
-def read_rollouts(mesh, run):
-    opened = []
-    read = Path.read_text
-    Path.read_text = lambda path: opened.append(path.name) or read(path)
-    return checkpoint.load_rollouts(checkpoint.find(run), mesh), opened
-
-
-def test_a_rank_reads_the_unfinished_episodes_of_others_only_if_the_world_has_changed(tmp_path):
-    folder, run = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), tmp_path / "run"
-    ranks(2, save_rollouts, folder, run)
-    everything = [["0.0"], ["1.0", "1.1"]]
-    files = ["rollouts-0.jsonl", "rollouts-1.jsonl"]
-    assert ranks(2, read_rollouts, run) == [
-        ([["0.0"], []], files[:1]),
-        ([[], ["1.0", "1.1"]], files[1:]),
-    ]
-    for world in (1, 4):
-        assert ranks(world, read_rollouts, run) == [(everything, files)] * world
-
-
 # --------------------------------------------------------------------------------------------------
 # which ones stay
 

@@ -23,7 +23,6 @@ from minirl.envs import tools
 from minirl.envs.base import Env, Result, State
 from minirl.envs.registry import make_env
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.plain import PlainReader, PlainWriter
 from programs import ROOT
 from test_recipes import ENVIRONMENTS, rows, train
 
@@ -311,18 +310,6 @@ def test_index_of_a_corpus_is_made_once(tmp_path, monkeypatch):
     for _ in range(3):
         play(make(), {"prompt": "?"}, [fenced("search", "river")])
     assert made == [1]
-
-
-@pytest.mark.parametrize("name", ["guess?high=8", "countdown", "tools:python,calculate"])
-def test_unfinished_episode_goes_on_from_a_checkpoint(name):
-    """Partial rollouts save the plain values of their environments."""
-    row = {"prompt": "?", "answer": "3", "metadata": {"numbers": [2, 3], "target": 6}}
-    env, state = make_env(name)(), State(row=row, answer="3 + 2", stopped=True, turn=0, messages=[])
-    begin(env, row)
-    restored = make_env(name)()
-    saved = json.loads(json.dumps(PlainWriter(row).write(vars(env))))
-    vars(restored).update(PlainReader(row).read(saved, vars(restored)))
-    assert restored.step(state) == env.step(state)
 
 
 def test_tools_refuse_what_they_cannot_be(tmp_path):

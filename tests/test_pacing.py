@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from benchmarks import pacing
-from minirl.rollout.pacing import Goal, GroupState, Pace
-from minirl.rollout.tickets import deal
+from minirl.rollout.pacing import Goal, GroupState, Pace, deal
 
 
 def group(ticket, version, *, finished=False, varied=True):
-    return GroupState(ticket, version, finished, finished and varied, 0, 0)
+    return GroupState(ticket, version, finished, finished and varied, 0)
 
 
 def reached(goals, finished):
@@ -35,7 +34,6 @@ def test_every_group_is_trained_on_in_time_even_if_the_youngest_finish_first(
     )
     begun, version, fresh, oldest = [], 0, itertools.count(), 0
     for _ in range(60):
-        assert not pace.late(begun, version)
         goals = pace.goals(begun, version)
         new = pace.num_new(num, len(begun))
         begun += [group(next(fresh), version) for _ in range(new)]
@@ -66,29 +64,6 @@ def test_varied_groups_are_chosen_before_others_and_then_the_oldest():
     ]
     assert pace.choose(finished) == {4, 2, 3}
     assert pace.choose(finished[1:]) == {2, 3, 1}
-
-
-def in_time(versions, order, num, max_age, updates, now):
-    """Return whether groups trained on in this order are young enough."""
-    return all(
-        now + place // num * updates - versions[i] <= max_age for place, i in enumerate(order)
-    )
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_late_groups_are_as_few_as_can_be(seed):
-    """Of groups begun under other settings as many are kept as some order can train on in time."""
-    rng = np.random.default_rng(seed)
-    versions = rng.integers(0, 7, 6).tolist()
-    pace = Pace(prompts_per_step=2, ahead=2, max_staleness=2, updates_per_step=2)
-    late = pace.late([group(i, version) for i, version in enumerate(versions)], 6)
-    most = max(
-        len(order)
-        for length in range(7)
-        for order in itertools.permutations(range(6), length)
-        if in_time(versions, order, 2, 4, 2, 6)
-    )
-    assert len(late) == 6 - most
 
 
 def test_engines_share_goals_as_they_share_groups():

@@ -1,5 +1,4 @@
-"""A run with router replay, resumed from a checkpoint with unfinished episodes: their routes go on
-with them."""
+"""A run with router replay and partial rollouts, and what resumes from one of its checkpoints."""
 
 import json
 import shutil
@@ -15,7 +14,7 @@ from test_lora_program import to_flags
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 
 # Every third prompt has five turns of 12 tokens, the others one and a second one of 2, behind which
-# a step ends: the long ones go on over several steps, and are saved in the middle of an answer.
+# a step ends: the long ones continue over several steps.
 USER = """
 from minirl.envs.base import Env, Result
 
@@ -65,45 +64,26 @@ def flags_of(folder):
     return to_flags(settings)
 
 
-def saved_episodes(checkpoint):
-    """Return the unfinished groups' episodes in a checkpoint, as rollout/saved.py has them."""
-    files = checkpoint.glob("rollouts-*.jsonl")
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    return [episode for line in lines for episode in json.loads(line)["episodes"]]
-
-
-def check_saved(episodes):
-    """Assert that routes go with tokens of ended episodes, of turns and of a request under way."""
-    ended = [t for episode in episodes for t in episode.get("trajectories", [])]
-    under_way = [episode for episode in episodes if "segments" in episode]
-    turns = [segment for episode in under_way for segment in episode["segments"]]
-    requests = [episode["request"]["done"] for episode in under_way]
-    for saved in (ended, turns, requests):
-        assert saved
-        for record in saved:
-            num_tokens, num_mixtures, num_chosen = record["routes"]["shape"]
-            assert num_tokens > 20  # Of the prompt, they would be 9.
-            assert (num_mixtures, num_chosen) == (2, 2)
-    # Of one that began under older weights than its request, which has read all of it again.
-    assert any({0, 1} <= set(segment["versions"]) for segment in turns)
-
-
-def test_a_resumed_run_replays_the_routes_of_its_checkpoint(tmp_path):
-    output, again = tmp_path / "run", tmp_path / "again"
+def test_two_runs_resumed_from_one_checkpoint_are_the_same_run(tmp_path):
+    output = tmp_path / "run"
     ranks(2, run, flags_of(tmp_path))
-    check_saved(saved_episodes(output / "checkpoints" / "step-2"))
-
-    shutil.copytree(output, again)
-    shutil.rmtree(again / "checkpoints" / "step-4")
-    shutil.rmtree(again / "model")
-    ranks(2, run, ["--config", output / "config.yaml", "--output", again, "--resume"])
-    assert metrics_of(again) == metrics_of(output)
-    model, resumed = (folder / "model" / "model.safetensors" for folder in (output, again))
-    assert resumed.read_bytes() == model.read_bytes()
-
-    # What was trained on after it has routes of older weights, which the trainer would not choose.
-    rows = [row for row in metrics_of(again) if row["phase"] == "rl"]
+    rows = [row for row in metrics_of(output) if row["phase"] == "rl"]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    # What continues has routes of older weights, which the trainer would not choose.
     assert all(row["router_replayed"] == 1.0 for row in rows)
     assert rows[2]["staleness"] > 0
     assert rows[2]["router_changed"] > 0.1
+
+    progress = json.loads((output / "checkpoints/step-2/progress.json").read_text())["progress"]
+    assert len(progress["unfinished_tickets"]) == 8 and progress["unfinished_tokens"] > 0
+    resumed = [tmp_path / "first", tmp_path / "second"]
+    for copy in resumed:
+        shutil.copytree(output, copy)
+        shutil.rmtree(copy / "checkpoints" / "step-4")
+        shutil.rmtree(copy / "model")
+        ranks(2, run, ["--config", output / "config.yaml", "--output", copy, "--resume"])
+    first, second = (metrics_of(copy) for copy in resumed)
+    assert first == second
+    assert [row["staleness"] for row in first if row.get("step") == 2] == [0]
+    model, again = (copy / "model" / "model.safetensors" for copy in resumed)
+    assert model.read_bytes() == again.read_bytes()

@@ -108,8 +108,6 @@ FILES = (
     "state/__1_0.distcp",
     "random-0.json",
     "random-1.json",
-    "rollouts-0.jsonl",
-    "rollouts-1.jsonl",
     "checksums.json",
 )
 # (file, damage, what the line says of it)
@@ -134,7 +132,6 @@ def save_two(mesh, folder, run):
     """Save after one and two updates. Return the state after the first."""
     policy = make(mesh, folder, False)
     saver = checkpoint.Saver(run, CheckpointConfig(keep=9), policy)
-    saver.rollouts = lambda: [f"line {mesh.rank}"]
     states = []
     for step in (1, 2):
         update(policy, mesh)
@@ -522,13 +519,6 @@ def test_a_weight_larger_than_its_files_is_refused(saved, tmp_path):
     enlarge(checkpoint / "state/.metadata")
     with pytest.raises(UserError, match=r"has 1152921504606846976 numbers, more than its files"):
         reading.saved_shapes(checkpoint)
-
-
-def test_rollouts_that_are_no_text_are_one_error(tmp_path):
-    (tmp_path / "rollouts-0.jsonl").write_bytes(b"\xff\xfe\x00")
-    mesh = SimpleNamespace(rank=0, world_size=1)
-    with pytest.raises(UserError, match=r"resume: .*rollouts-0.jsonl cannot be read: .*utf-8"):
-        state.load_rollouts(tmp_path, mesh)
 
 
 class Attribute:

@@ -7,7 +7,6 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -22,8 +21,6 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, first_call
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.conversation import Conversation, Prompt
-from minirl.rollout.groups import Group
-from minirl.rollout.saved import write_group
 from minirl.train.evaluation import breakdown
 from minirl.types.packed import Trajectory
 from programs import fork
@@ -201,12 +198,6 @@ def test_functions_get_the_exchange_with_calls_and_replies(file):
     for messages, wanted in ((exchange, 1.0), (exchange[-1:], 0.0)):
         rewards, [answer] = scored([f"{path}:uses"], "it is 4", row=CHAT, messages=messages)
         assert rewards.total(answer) == wanted
-
-
-def test_a_group_that_waits_to_be_compared_begins_anew_from_a_checkpoint():
-    waiting = SimpleNamespace(outcome=list, waits=True, num_sampled=lambda: 3)
-    line = json.loads(write_group(Group(5, 2, [waiting])))
-    assert line == {"ticket": 5, "version": -1, "num_sampled": [3], "episodes": []}
 
 
 WRONG = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minirl.checkpoint.exporting import Exporter, export
     from minirl.checkpoint.finding import drop_references, find, find_whole, finished
-    from minirl.checkpoint.state import Saver, load_checkpoint, load_rollouts, restore
+    from minirl.checkpoint.state import Saver, load_checkpoint, restore
 
 __all__ = [
     "Exporter",
@@ -21,14 +21,13 @@ __all__ = [
     "find_whole",
     "finished",
     "load_checkpoint",
-    "load_rollouts",
     "restore",
 ]
 
 FILES = {
     "exporting": ("Exporter", "export"),
     "finding": ("drop_references", "find", "find_whole", "finished"),
-    "state": ("Saver", "load_checkpoint", "load_rollouts", "restore"),
+    "state": ("Saver", "load_checkpoint", "restore"),
 }
 
 

@@ -27,7 +27,6 @@ from minirl.checkpoint.finding import find_best, finished, read_best
 from minirl.checkpoint.random_states import random_states, set_random_states
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
-from minirl.parallel.mesh import Mesh
 from minirl.train.policy import Policy
 
 LOWER_IS_BETTER = ("loss", "perplexity")
@@ -55,8 +54,6 @@ class Saver(contextlib.AbstractContextManager):
         self.others: dict[str, Policy] = {}
         # Of the newest checkpoint, finished or under way.
         self.step = max(finished(run), default=None)
-        # This rank's unfinished episodes: a line of text each.
-        self.rollouts: Callable[[], list[str]] = list
         best = self._find_best()
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
@@ -142,7 +139,7 @@ class Saver(contextlib.AbstractContextManager):
     def _write_small_files(
         self, step: int, progress: dict, partial: Path, final: Path
     ) -> dict[str, Checksum]:
-        """Write a description, random states and unfinished episodes. Collective.
+        """Write a description and random states. Collective.
 
         Returns:
             The checksums of what this rank has written.
@@ -168,7 +165,6 @@ class Saver(contextlib.AbstractContextManager):
 
         def write_own() -> None:
             write(f"random-{rank}.json", json.dumps(random_states()))
-            write(f"rollouts-{rank}.jsonl", "".join(f"{line}\n" for line in self.rollouts()))
 
         require_written(final, partial, self.mesh.gather(attempt(write_own, rank)))
         return written
@@ -292,35 +288,6 @@ def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
                 f"{error}); go on from another checkpoint"
             ) from error
     return description
-
-
-def load_rollouts(checkpoint: Path, mesh: Mesh) -> list[list[str]]:
-    """Return the unfinished episodes, as `Saver.rollouts` gave them on each rank.
-
-    If as many ranks saved as there are now, each reads its own, and those of others are empty.
-
-    Raises:
-        UserError: a file of them cannot be read, or is no text.
-    """
-
-    def path(rank: int) -> Path:
-        return checkpoint / f"rollouts-{rank}.jsonl"
-
-    def read(rank: int) -> list[str]:
-        try:
-            return path(rank).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"resume: {path(rank)} cannot be read: {error}; go on from another checkpoint"
-            ) from error
-
-    # Two looks at names, because a listing of the folder would be as long as there are ranks.
-    if path(mesh.world_size - 1).exists() and not path(mesh.world_size).exists():
-        states: list[list[str]] = [[] for _ in range(mesh.world_size)]
-        states[mesh.rank] = read(mesh.rank)
-        return states
-    num_ranks = len(list(checkpoint.glob("rollouts-*.jsonl")))
-    return [read(rank) for rank in range(num_ranks)]
 
 
 def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:

@@ -58,20 +58,17 @@ class Episode:
     truncated: bool = False
     reward: float = 0.0
     error: str = ""
+    is_dropped: bool = False  # It has failed, and is left out of its group (env.on_error drop).
     info: dict[str, float] = field(default_factory=dict)
     endpoint: dict[str, float] = field(default_factory=dict)  # What the endpoint says of an agent.
     refusal: str = ""  # Of an agent's last request that the endpoint refused.
     # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
     outcome: Callable[[], list[Trajectory]] | None = None
-    waits: bool = False  # The rewards wait until all episodes of the group have ended.
 
     def num_sampled(self) -> int:
-        """Return the number of tokens sampled so far; 0 if the episode was dropped.
-
-        Waits for the rewards if the episode has ended.
-        """
-        if self.outcome and not self.waits:
-            return sum(int(t.sampled.sum()) for t in self.outcome())
+        """Return the number of tokens sampled so far; 0 if the episode was dropped."""
+        if self.is_dropped:
+            return 0
         unfinished = len(self.request.done.tokens) if self.request else 0
         return self.conversation.num_sampled() + unfinished
 
@@ -141,6 +138,7 @@ class EpisodeRunner:
             if e.refusal:
                 e.error += f"; the endpoint refused its last request: {e.refusal}"
             self.failures.append(e.error)
+            e.is_dropped = self.cfg.on_error == "drop"
             if self.cfg.on_error == "raise":
                 raise UserError(
                     f"env.name = {self.cfg.name} failed: {e.error}, in an episode of "
@@ -159,7 +157,7 @@ class EpisodeRunner:
         Raises:
             UserError: a reward function failed.
         """
-        if self.is_dropped(e) or e.error or not e.env.graded:
+        if e.is_dropped or e.error or not e.env.graded:
             return None
         tokens = e.conversation.last_completion()
         call = RewardCall(tokens=tokens, messages=self._messages_since_prompt(e))
@@ -207,7 +205,7 @@ class EpisodeRunner:
 
     def _trajectories(self, e: Episode, answer: Answer | None) -> list[Trajectory]:
         """Return the trajectories of an episode; `answer`: its last one, if it was scored."""
-        if self.is_dropped(e):
+        if e.is_dropped:
             return []
         info = {
             "prompt": plain(e.row["prompt"]),
@@ -241,15 +239,6 @@ class EpisodeRunner:
             info=info,
             version=self.engine_loop.version,
         )
-
-    def count_if_dropped(self, e: Episode) -> None:
-        """Count the tokens of an episode that has ended, if it is not trained on."""
-        if self.is_dropped(e):
-            self.engine_loop.discarded_tokens += e.conversation.num_sampled()
-
-    def is_dropped(self, e: Episode) -> bool:
-        """Return whether an episode that has failed is left out of its group."""
-        return bool(e.error) and self.cfg.on_error == "drop"
 
     async def _run_to_end(self, e: Episode) -> None:
         if e.env is UNSET:

@@ -1,12 +1,12 @@
-"""When groups begin, and which of them a step waits for, so that no sampled token is thrown away.
+"""When groups begin, on which engine, and which of them a step waits for.
 
-With `rollout.ahead` more groups are begun than a step trains on, and what is unfinished goes on in
-the next step. A group must be trained on within `rollout.max_staleness` steps after the one in
-which it began. To begin it anew when it is older throws its tokens away, and, because long answers
-are the ones that grow old, keeps them out of the training. So two rules hold instead:
+With `rollout.ahead` a step begins more groups than it trains on, and the next step continues the
+unfinished ones. A group must be trained on within `rollout.max_staleness` steps after the one in
+which it began. To restart a group that is older would throw its tokens away, and, because long
+answers are the ones that grow old, would keep them out of the training. Two rules hold instead:
 
 1. Admission: at most `prompts_per_step * (1 + max_staleness)` groups are begun and not trained on.
-2. Deadlines: a step goes on until those groups have finished that would otherwise become too old,
+2. Deadlines: a step continues until those groups have finished that would otherwise become too old,
    and it trains on the oldest of its finished groups.
 
 Why this suffices: let n = prompts_per_step, and c(k) the number of groups that must be trained on
@@ -15,11 +15,22 @@ max_staleness. The step waits for c(k) - n * k of those groups, for each k, whic
 then trains on n groups, the oldest first. So of what must be trained on within k steps after the
 next one, at most n * (k + 1) are left: the inequality holds again. New groups only count in
 k = max_staleness, where it is the rule of admission.
+
+A ticket is the number of a prompt. Engines take tickets from a queue on torchrun's store (`pull`),
+or are dealt them by number (`deal`).
 """
 
-from collections.abc import Callable, Collection
+import heapq
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch.distributed as dist
+
+# Seconds between two looks at what the other engines have finished. Each look is a round trip to
+# the one process that has the store, and a thousand engines look.
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class Goal(NamedTuple):
@@ -41,13 +52,7 @@ class GroupState(NamedTuple):
     version: int  # Optimizer steps that the weights had seen when it began.
     is_finished: bool
     is_varied: bool  # Finished, and dynamic sampling would train on it.
-    num_trajectories: int  # 0 if it is not finished.
-    rank: int  # Where its episodes run.
-
-
-def by_age(state: GroupState) -> tuple[int, int]:
-    """Return what sorts groups: the oldest first, and by ticket where they began together."""
-    return state.version, state.ticket
+    rank: int  # The rank that runs its episodes.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +92,126 @@ class Pace:
 
     def choose(self, finished: Collection[GroupState]) -> set[int]:
         """Return the tickets to train on: groups that are varied before others, then the oldest."""
-        preferred = sorted(finished, key=lambda state: (not state.is_varied, *by_age(state)))
+        preferred = sorted(finished, key=lambda s: (not s.is_varied, s.version, s.ticket))
         return {state.ticket for state in preferred[: self.prompts_per_step]}
 
-    def late(self, begun: Collection[GroupState], version: int) -> set[int]:
-        """Return the tickets of groups that cannot be trained on in time, whatever is waited for.
 
-        There are none unless the settings have changed since these groups began.
-        """
-        late = set()
-        num_before = 0  # Groups that are trained on earlier.
-        for state in sorted(begun, key=by_age):
-            num_steps = num_before // self.prompts_per_step
-            age = version + num_steps * self.updates_per_step - state.version
-            if age > self.max_staleness * self.updates_per_step:
-                late.add(state.ticket)
-            else:
-                num_before += 1
-        return late
+def pull(
+    tickets: Sequence[int], goals: list[Goal], store: dist.Store, number: int
+) -> tuple[Iterator[int], IsEnough]:
+    """Share tickets by counters on torchrun's store, so that long completions balance.
+
+    Args:
+        tickets: the tickets for all engines.
+        goals: what all engines together have to reach.
+        store: the store that all ranks share.
+        number: number of this call, the same on all engines and never used again.
+
+    Returns:
+        The tickets that no engine has taken when this one asks, and whether the goals are reached.
+    """
+
+    def untaken() -> Iterator[int]:
+        while (taken := store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
+            yield tickets[taken]
+
+    return untaken(), _FinishedCounts(goals, store, f"minirl/finished/{number}").is_enough
+
+
+class _FinishedCounts:
+    """Counts the finished groups of all engines on the store, one counter for each goal.
+
+    They are looked at when this engine has finished more, and else every half second.
+    """
+
+    def __init__(self, goals: list[Goal], store: dist.Store, name: str):
+        self.goals = goals
+        self.store = store
+        self.name = name
+        self._counted = [0] * len(goals)  # What this engine has added, for each goal.
+        self._num_finished = -1  # At the last look.
+        self._next_look = 0.0
+        self._reached = False
+
+    def is_enough(self, versions: list[int]) -> bool:
+        has_news = len(versions) != self._num_finished
+        if not self._reached and (has_news or time.monotonic() >= self._next_look):
+            self._num_finished = len(versions)
+            self._next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+            self._reached = self._count(versions)
+        return self._reached
+
+    def _count(self, versions: list[int]) -> bool:
+        """Add what has finished here since the last look; return whether all goals are reached."""
+        reached = True
+        for i, goal in enumerate(self.goals):
+            num_here = _num_until(goal.version, versions)
+            num_new = num_here - self._counted[i]
+            self._counted[i] = num_here
+            num_finished = self.store.add(f"{self.name}/{i}", num_new)
+            reached = reached and num_finished >= goal.num_groups
+        return reached
+
+
+def deal(
+    tickets: Sequence[int],
+    goals: list[Goal],
+    version: int,
+    begun: list[list[int]],
+    replica: int,
+) -> tuple[Iterator[int], IsEnough]:
+    """Share tickets by their number, which is repeatable.
+
+    Args:
+        tickets: the tickets for all engines.
+        goals: what all engines together have to reach.
+        version: version of the groups that will begin.
+        begun: for each engine, the versions of its unfinished groups.
+        replica: number of this engine.
+
+    Returns:
+        This engine's tickets, and whether it has reached its part of each goal.
+    """
+    dealt = spread(len(tickets), [len(versions) for versions in begun])
+    everything = []
+    for versions, new in zip(begun, dealt, strict=True):
+        everything.append(versions + [version] * len(new))
+
+    quotas = []
+    for goal in goals:
+        # The engine with most groups finishes most.
+        loads = [-_num_until(goal.version, versions) for versions in everything]
+        quotas.append(len(spread(goal.num_groups, loads)[replica]))
+
+    def is_enough(versions: list[int]) -> bool:
+        return all(
+            _num_until(goal.version, versions) >= quota
+            for goal, quota in zip(goals, quotas, strict=True)
+        )
+
+    return (tickets[i] for i in dealt[replica]), is_enough
+
+
+def spread(num: int, loads: list[int]) -> list[list[int]]:
+    """Deal 0 .. num - 1, one by one, to whichever has least; of several the first.
+
+    Args:
+        num: how many to deal.
+        loads: what each has before.
+
+    Returns:
+        What each gets.
+    """
+    dealt: list[list[int]] = [[] for _ in loads]
+    heap = [(load, number) for number, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for i in range(num):
+        load, number = heap[0]
+        dealt[number].append(i)
+        heapq.heapreplace(heap, (load + 1, number))
+    return dealt
+
+
+def _num_until(version: int, versions: list[int]) -> int:
+    """Return how many versions are not newer than `version`."""
+    return sum(other <= version for other in versions)

@@ -1,48 +1,231 @@
-"""The sampler: groups of episodes on this rank's engine, beside those of the other ranks.
+"""The sampler: groups of episodes on this rank's engine, together with those of the other ranks.
 
 A ticket is the number of a prompt; its group is all of the prompt's samples. With `rollout.ahead` a
 step begins more groups than it needs. When it has enough, the others are interrupted, and the next
-step goes on with them under its new weights (partial rollouts: APRIL, arXiv 2509.18521; Kimi k1.5,
+step continues them under its new weights (partial rollouts: APRIL, arXiv 2509.18521; Kimi k1.5,
 arXiv 2501.12599, sec. 2.6.2). pacing.py says when groups begin and which of them a step waits for.
 """
 
+import asyncio
 import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from minirl.base.errors import require
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EndpointConfig, EvaluateConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.envs.base import Agent, Env
+from minirl.rewards import Answer
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.groups import Group, GroupScheduler, StepRollout
-from minirl.rollout.pacing import Goal, GroupState, Pace
-from minirl.rollout.saved import (
-    SavedGroup,
-    read_line,
-    restore_episodes,
-    write_anew,
-    write_group,
-)
-from minirl.rollout.tickets import deal, pull
+from minirl.rollout.pacing import Goal, GroupState, IsEnough, Pace, deal, pull
 from minirl.rollout.time_limits import make_in_time
 from minirl.types.packed import Trajectory
 
 # Opens an endpoint (minirl/endpoint) of a loop, for prompts of these templates.
 OpenEndpoint = Callable[[EngineLoop, Prompts, EndpointConfig], Any]
 
-REQUEST = -1  # In place of a ticket: a signal has asked this rank to save and leave.
+
+@dataclass
+class Group:
+    """The episodes of one ticket."""
+
+    ticket: int
+    version: int  # Optimizer steps that the weights had seen when it began.
+    episodes: list[Episode]
+    tasks: list[asyncio.Task] = field(default_factory=list)  # Of the episodes that run here.
+    # Where reward functions compare the completions: of episodes that have ended, what other
+    # functions gave, by number; and of all, once the last has ended, their trajectories.
+    scored: dict[int, Future[Answer | None]] = field(default_factory=dict)
+    compared: Future[dict[int, list[Trajectory]]] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all episodes have ended."""
+        return all(e.outcome for e in self.episodes)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the trajectories of the episodes that have ended; wait for their rewards.
+
+        Raises:
+            UserError: a reward function failed.
+        """
+        return sum([e.outcome() for e in self.episodes if e.outcome], [])
+
+    def trajectories_of(self, number: int) -> list[Trajectory]:
+        """Return the trajectories of an episode whose answer is compared with the others'."""
+        assert self.compared, "the group is unfinished"
+        return self.compared.result()[number]
+
+    def num_sampled(self) -> int:
+        """Return the number of tokens that have been sampled, without those of dropped episodes."""
+        return sum(e.num_sampled() for e in self.episodes)
+
+
+@dataclass(kw_only=True)
+class StepRollout:
+    """What the rollout of a training step gives. All but the first field count all ranks."""
+
+    trajectories: list[Trajectory]  # This rank's part.
+    num_trajectories: int  # Those with tokens to train on.
+    num_tokens: int  # Tokens sampled in them, those outside the loss included.
+    next_ticket: int  # The first ticket of the next step.
+    failures: list[str]  # Why episodes failed.
+    refusals: list[str]  # The last refusal of each episode that the endpoint refused a request.
+    # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
+    # sampling leaves out, episodes that are dropped, requests that an agent gave up.
+    discarded_tokens: int
+    unfinished: list[int]  # Tickets whose groups the next step continues, or begins first.
+    unfinished_tokens: int  # Tokens that have been sampled for them.
+
+    def troubles(self) -> list[str]:
+        """Return what there is to say of episodes that failed or were refused what they asked."""
+        lines = []
+        if self.failures:
+            lines.append(
+                f"{len(self.failures)} episodes failed, the first because {self.failures[0]}"
+            )
+        if self.refusals:
+            lines.append(
+                f"the endpoint refused requests of {len(self.refusals)} episodes, the last: "
+                f"{self.refusals[-1]}"
+            )
+        return lines
+
+    def require_tokens(self) -> None:
+        """Refuse a step of which no rank has a token to train on. Raises UserError."""
+        reason = "the policy sampled no token in any"
+        if self.num_tokens:
+            reason = (
+                f"all {self.num_tokens} sampled tokens were the grammar's, which are outside the "
+                "loss; let the agent ask something without tool_choice and response_format, or "
+                "teach policy.model the format first, by minirl.sft"
+            )
+        why = [*self.failures[:1], *self.refusals[-1:], reason][0]
+        require(self.num_trajectories, f"no episode can be trained on: {why}")
+
+
+class GroupScheduler:
+    """Runs groups of episodes together.
+
+    Groups that are unfinished when it has enough of them stay in `groups`, and the next run
+    continues them.
+    """
+
+    def __init__(self, runner: EpisodeRunner):
+        self.runner = runner
+        self.groups: dict[int, Group] = {}  # By ticket.
+        self._num_active = 0  # Episodes that have begun and not ended.
+        self._finished_versions: list[int] = []  # Versions of the groups that have finished.
+        self._error: BaseException | None = None  # The first error that ends the run.
+        self._episode_of: dict[asyncio.Task, tuple[Group, Episode]] = {}
+        self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
+
+    async def run(self, new_groups: Iterator[Group], room: int, is_enough: IsEnough) -> list[Group]:
+        """Run the unfinished groups and new ones, until there are enough or no more.
+
+        Args:
+            new_groups: groups to begin; one is taken only when it can begin.
+            room: a new group begins while fewer episodes than this are running, or none.
+            is_enough: takes the versions of the finished groups. Groups of other ranks count, too,
+                so that its result may change between two calls.
+
+        Returns:
+            The groups that have finished, in the order of their tickets.
+
+        Raises:
+            UserError: an episode ended the run.
+        """
+        self._error = None
+        if self.groups:  # Otherwise the paused requests are another scheduler's.
+            self.runner.engine_loop.resume()
+        for group in self.groups.values():
+            if not group.tasks:
+                self._start(group)
+        self._finished_versions = [g.version for g in self.groups.values() if g.finished]
+        while not (self._error or is_enough(self._finished_versions)):
+            while self._num_active < max(1, room):
+                new_group = next(new_groups, None)
+                if new_group is None:
+                    break
+                self._start(new_group)
+            if not self._num_active:
+                break
+            await self._collect_finished(0.02)  # Not longer: other ranks may have done enough.
+        else:
+            self.runner.engine_loop.may_step = False
+        while self.runner.engine_loop.active_episodes:  # An environment's step is not interrupted.
+            await self._collect_finished(0.001)
+        if self._error:
+            raise self._error
+        finished = [group for _, group in sorted(self.groups.items()) if group.finished]
+        for group in finished:
+            del self.groups[group.ticket]
+        return finished
+
+    def _start(self, group: Group) -> None:
+        """Start a task for each episode that has not ended."""
+        self.groups[group.ticket] = group
+        for episode in group.episodes:
+            if episode.outcome:
+                continue
+            self._num_active += 1
+            # The engine must not step before all episodes that begin together have made their first
+            # request. Nobody knows when an agent, which asks through the endpoint, will do so.
+            if not self.runner.makes_agents:
+                self.runner.engine_loop.active_episodes += 1
+            name = f"episode {episode.number} of prompt {episode.ticket}: {str(episode.row)[:200]}"
+            task = asyncio.create_task(self.runner.run(episode), name=name)
+            self._episode_of[task] = group, episode
+            task.add_done_callback(self._ended.put_nowait)
+            group.tasks.append(task)
+
+    async def _collect_finished(self, seconds: float) -> None:
+        """Wait for the next episode to end, at most so many seconds, and have it scored."""
+        try:
+            async with asyncio.timeout(seconds):
+                task = await self._ended.get()
+        except TimeoutError:
+            return
+        group, episode = self._episode_of.pop(task)
+        if not self.runner.makes_agents:
+            self.runner.engine_loop.mark_idle()
+        if task.exception():
+            self._error = self._error or task.exception()
+            return
+        self._num_active -= 1
+        if episode.is_dropped:
+            self.runner.engine_loop.discarded_tokens += episode.conversation.num_sampled()
+        if self.runner.rewards.together and not episode.is_dropped:
+            episode.outcome = partial(group.trajectories_of, episode.number)
+            group.scored[episode.number] = self.runner.pool.submit(self.runner.score, episode)
+        else:
+            episode.outcome = self.runner.pool.submit(self.runner.finish, episode).result
+        if group.finished:
+            self._finished_versions.append(group.version)
+            if group.scored:
+                # The pool is first in, first out: what it waits for is done or under way.
+                group.compared = self.runner.pool.submit(self._compare, group)
+
+    def _compare(self, group: Group) -> dict[int, list[Trajectory]]:
+        """Return the trajectories of episodes whose answers reward functions compare, by number."""
+        episodes = [e for e in group.episodes if e.number in group.scored]
+        answers = [group.scored[e.number].result() for e in episodes]
+        trajectories = self.runner.finish_together(episodes, answers)
+        return {e.number: ts for e, ts in zip(episodes, trajectories, strict=True)}
 
 
 class Sampler:
@@ -51,9 +234,10 @@ class Sampler:
     Attributes:
         engine_loop: steps the engine.
         runner: runs the episodes.
-        training: has the groups that the next training step goes on with.
+        training: has the groups that the next training step continues.
         begun: those groups, of all ranks, by ticket.
-        waiting: tickets that had no room in the steps that they were taken for; they are next.
+        waiting: tickets that the next steps take before new ones: no engine had room for them, or
+            the run was resumed while their groups were unfinished.
     """
 
     def __init__(
@@ -68,16 +252,15 @@ class Sampler:
         """Make the loop, and the endpoint if the environment is an agent.
 
         Args:
-            engine: this rank's, or the one that it has a part of.
+            engine: this rank's engine, or the one that it has a part of.
             make_env: makes the environment of one episode.
             rewards: score episodes that have ended.
-            prompts: those of training.
-            cfg: of the program.
+            prompts: the prompts of training.
+            cfg: the program's config.
             open_endpoint: for agents, which ask the engine over HTTP.
         """
         self.engine = engine
         self.mesh = engine.mesh
-        self.make_env = make_env
         self.prompts = prompts
         self.cfg = cfg
         pulls = {"pull": True, "round_robin": False, "auto": engine.on_cuda}
@@ -90,7 +273,6 @@ class Sampler:
             turn_seconds=cfg.env.timeout_seconds,
         )
         self.endpoint = None
-        self.is_interrupted = False  # The rollout of this training step, by a signal, on any rank.
         example = make_in_time(make_env, cfg.env, self.mesh.watch)
         if engine.is_leader and isinstance(example, Agent):
             self.endpoint = open_endpoint(self.engine_loop, prompts, cfg.endpoint)
@@ -132,7 +314,7 @@ class Sampler:
         Collective.
 
         Args:
-            prompts: whose tickets these are.
+            prompts: the prompts that the tickets are numbers of.
             tickets: numbers of prompts.
             num_samples: episodes of each.
             sampling: how to sample.
@@ -159,18 +341,7 @@ class Sampler:
     # ----------------------------------------------------------------------------------------------
     # a training step
 
-    @property
-    def pace(self) -> Pace:
-        """Return the pace that the config asks for."""
-        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
-        return Pace(
-            prompts_per_step=self.cfg.rollout.prompts_per_step,
-            ahead=self.cfg.rollout.ahead,
-            max_staleness=self.cfg.rollout.max_staleness,
-            updates_per_step=self.cfg.algo.num_updates,
-        )
-
-    def collect_step(self, first: int, sampling: Sampling, *, version: int) -> StepRollout:
+    def collect_step(self, first: int, sampling: Sampling, *, version: int) -> StepRollout | None:
         """Return the groups of a training step. Collective.
 
         The step has rollout.prompts_per_step groups, from those that earlier steps began and from
@@ -183,9 +354,19 @@ class Sampler:
             first: the first new ticket.
             sampling: how to sample.
             version: optimizer steps that the weights have seen.
+
+        Returns:
+            What the step trains on. None: a signal asks to stop, on any rank, and groups of several
+            steps would have to finish first (rollout.ahead).
         """
+        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
         cfg = self.cfg.rollout
-        pace = self.pace
+        pace = Pace(
+            prompts_per_step=cfg.prompts_per_step,
+            ahead=cfg.ahead,
+            max_staleness=cfg.max_staleness,
+            updates_per_step=self.cfg.algo.num_updates,
+        )
         self.engine_loop.version = version
         self.runner.take_troubles()
         make_group = partial(
@@ -195,87 +376,56 @@ class Sampler:
         goals = pace.goals(self.begun.values(), version)
         most_new = pace.num_new(cfg.prompts_per_step, len(self.begun)) + cfg.extra_prompts
 
-        finished: dict[int, Group] = {}  # This rank's, by ticket.
-        states: dict[int, GroupState] = {}  # Of the finished groups of all ranks, by ticket.
+        finished: dict[int, Group] = {}  # This rank's finished groups, by ticket.
+        states: dict[int, GroupState] = {}  # The finished groups of all ranks, by ticket.
         while (missing := cfg.prompts_per_step - sum(s.is_varied for s in states.values())) > 0:
-            num_new = min(most_new, pace.num_new(missing, len(self.begun)))
-            tickets, first = self._take_tickets(num_new, first)
+            num_tickets = min(most_new, pace.num_new(missing, len(self.begun)))
+            num_unseen = max(0, num_tickets - len(self.waiting))
+            tickets = [*self.waiting[:num_tickets], *range(first, first + num_unseen)]
+            self.waiting = self.waiting[num_tickets:]
+            first += num_unseen
             if not self.begun and not tickets:
-                break  # There is nothing to go on with, and no extra prompt is left.
+                break  # There is nothing to continue, and no extra prompt is left.
             goals.append(Goal(version, min(missing, len(self.begun) + len(tickets))))
             groups = self._run_groups(
                 self.training, make_group, tickets, cfg.samples_per_prompt, goals, self.begun
             )
+            if cfg.ahead and self.mesh.agree_to_stop():
+                return None
+            goals = []
             finished |= {group.ticket: group for group in groups}
             states |= self._exchange_states(groups)
-            most_new -= self._return_tickets(tickets, states)
-            goals = []
-            if self.is_interrupted:
-                self.training.groups |= finished
-                return self._step_rollout([], first)
+            unused = [t for t in tickets if t not in self.begun and t not in states]
+            self.waiting = sorted(self.waiting + unused)
+            most_new -= len(tickets) - len(unused)
         trajectories = self._take_chosen(finished, states, pace.choose(states.values()))
         return self._step_rollout(trajectories, first)
 
-    def _take_tickets(self, num: int, first: int) -> tuple[list[int], int]:
-        """Return `num` tickets, those that wait before new ones, and the next new one."""
-        num_new = max(0, num - len(self.waiting))
-        tickets = self.waiting[:num] + list(range(first, first + num_new))
-        self.waiting = self.waiting[num:]
-        return tickets, first + num_new
-
-    def _return_tickets(self, tickets: list[int], finished: dict[int, GroupState]) -> int:
-        """Let the tickets wait whose groups had no room; return the number of the others."""
-        unused = [t for t in tickets if t not in self.begun and t not in finished]
-        self.waiting = sorted(self.waiting + unused)
-        return len(tickets) - len(unused)
-
     def _exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
-        """Tell all ranks how the groups of this one stand. Collective.
+        """Let all ranks know the groups of this one. Collective.
 
         Sets `begun` to the unfinished groups of all ranks.
 
         Args:
-            finished: groups of this rank.
+            finished: this rank's finished groups.
 
         Returns:
             The finished groups of all ranks, by ticket.
         """
-        rows = []
         rank = self.mesh.rank
-        for group in finished:
-            trajectories = group.trajectories()
-            is_varied = self._is_varied(trajectories)
-            rows.append((group.ticket, group.version, True, is_varied, len(trajectories), rank))
+        here = [GroupState(g.ticket, g.version, True, self._is_varied(g), rank) for g in finished]
         for group in self.training.groups.values():
-            rows.append((group.ticket, group.version, False, False, 0, rank))
-        if self._may_interrupt(self.training):
-            rows.append((REQUEST, 0, False, False, 0, rank))
-
+            here.append(GroupState(group.ticket, group.version, False, False, rank))
+        rows = np.array(here, np.int64).reshape(-1, len(GroupState._fields))
         with self.engine.timer.phase("idle"):
-            table = self.mesh.gather_array(np.array(rows, np.int64).reshape(-1, 6))
-        self.begun = {}
-        finished_of_all: dict[int, GroupState] = {}
-        for ticket, version, is_finished, is_varied, num_trajectories, of_rank in table.tolist():
-            if ticket == REQUEST:
-                self.is_interrupted = True
-                continue
-            state = GroupState(
-                ticket, version, bool(is_finished), bool(is_varied), num_trajectories, of_rank
-            )
-            (finished_of_all if is_finished else self.begun)[ticket] = state
-        return finished_of_all
+            table = self.mesh.gather_array(rows)
+        states = [GroupState(*row) for row in table.tolist()]
+        self.begun = {s.ticket: s for s in states if not s.is_finished}
+        return {s.ticket: s for s in states if s.is_finished}
 
-    def _may_interrupt(self, scheduler: GroupScheduler) -> bool:
-        """Return whether a signal has asked this rank to stop, and its groups need not be finished.
-
-        Evaluations begin anew. Of training, a checkpoint holds unfinished episodes only with
-        rollout.ahead.
-        """
-        need_not_finish = scheduler is not self.training or bool(self.cfg.rollout.ahead)
-        return self.mesh.watch.requested and need_not_finish
-
-    def _is_varied(self, trajectories: list[Trajectory]) -> bool:
+    def _is_varied(self, group: Group) -> bool:
         """Return whether a group's mean reward is inside rollout.keep_inside, if that matters."""
+        trajectories = group.trajectories()
         if not self.cfg.rollout.extra_prompts:
             return True
         low, high = self.cfg.rollout.keep_inside
@@ -306,21 +456,26 @@ class Sampler:
         """Return the result of a step, with the numbers of all ranks. Collective."""
         troubles = self.runner.take_troubles()
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
-        num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
-        num_tokens = sum(t.info["answer_tokens"] for t in trajectories if t.segment == 0)
-        discarded = self.engine_loop.take_discarded()
-        numbers = torch.tensor((num_with_tokens, num_tokens, any(troubles), discarded))
-        num_trajectories, num_tokens, is_troubled, discarded = self.mesh.sums(numbers).tolist()
-        of_ranks = self.mesh.gather(troubles) if is_troubled else []
+        numbers = (
+            sum(len(t.tokens) > 0 for t in trajectories),
+            sum(t.info["answer_tokens"] for t in trajectories if t.segment == 0),
+            any(troubles),
+            self.engine_loop.take_discarded(),
+            sum(group.num_sampled() for group in self.training.groups.values()),
+        )
+        totals = self.mesh.sums(torch.tensor(numbers)).tolist()
+        num_trajectories, num_tokens, is_troubled, discarded, unfinished = totals
+        by_rank = self.mesh.gather(troubles) if is_troubled else []
         return StepRollout(
             trajectories=trajectories,
             num_trajectories=num_trajectories,
             num_tokens=num_tokens,
             next_ticket=next_ticket,
-            failures=sum([failures for failures, _ in of_ranks], []),
-            refusals=sum([refusals for _, refusals in of_ranks], []),
+            failures=sum([failures for failures, _ in by_rank], []),
+            refusals=sum([refusals for _, refusals in by_rank], []),
             discarded_tokens=discarded,
-            is_interrupted=self.is_interrupted,
+            unfinished=sorted([*self.begun, *self.waiting]),
+            unfinished_tokens=unfinished,
         )
 
     # ----------------------------------------------------------------------------------------------
@@ -338,9 +493,9 @@ class Sampler:
         """Run groups until all ranks together have reached the goals.
 
         Args:
-            scheduler: with the unfinished groups to go on with.
+            scheduler: has the unfinished groups to continue.
             make_group: makes the group of a ticket.
-            tickets: new ones, to be shared among the engines.
+            tickets: new tickets, to be shared among the engines.
             num_samples: episodes of a group.
             goals: what is enough; the last one counts all groups.
             begun: the unfinished groups of all ranks, by ticket.
@@ -354,105 +509,42 @@ class Sampler:
         num_engines = self.engine.num_replicas
         if self.pulls:
             number = next(self.counter_numbers)
-            own_tickets, is_enough = pull(tickets, goals, self.mesh.store, number)
+            tickets_here, is_enough = pull(tickets, goals, self.mesh.store, number)
         else:
             versions: list[list[int]] = [[] for _ in range(num_engines)]
             for state in begun.values():
                 versions[state.rank // self.engine.tp_size].append(state.version)
             version = self.engine_loop.version
-            own_tickets, is_enough = deal(tickets, goals, version, versions, self.engine.replica)
+            tickets_here, is_enough = deal(tickets, goals, version, versions, self.engine.replica)
         # At most an even share at once: with room for all, the engine that asks first would take
         # everything. A group begins only where all its episodes have room.
         share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
+        # A signal ends evaluations, and steps that would have to finish groups of several steps.
+        can_stop = scheduler is not self.training or bool(self.cfg.rollout.ahead)
 
         def may_end(versions: list[int]) -> bool:
-            return self._may_interrupt(scheduler) or is_enough(versions)
+            return (can_stop and self.mesh.watch.requested) or is_enough(versions)
 
-        return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, may_end))
+        return self.engine_loop.run(scheduler.run(map(make_group, tickets_here), room, may_end))
 
     def _make_group(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
     ) -> Group:
         row = prompts.row(ticket)
         row = {**row, "rendered_prompt": prompts.rendered(row)}
-        episodes = [
-            Episode(
-                ticket=ticket,
-                number=i,
-                row=copy.deepcopy(row),  # an environment may change it
-                conversation=Conversation(
-                    prompts.tokenizer, prompts.vision, row, cut_to=prompts.cut_to
-                ),
-                sampling=sampling,
+        episodes = []
+        for number in range(num_samples):
+            conversation = Conversation(
+                prompts.tokenizer, prompts.vision, row, cut_to=prompts.cut_to
             )
-            for i in range(num_samples)
-        ]
+            episodes.append(
+                Episode(
+                    ticket=ticket,
+                    number=number,
+                    row=copy.deepcopy(row),  # an environment may change it
+                    conversation=conversation,
+                    sampling=sampling,
+                )
+            )
         return Group(ticket, version, episodes)
-
-    # ----------------------------------------------------------------------------------------------
-    # checkpoints, and the end of a run
-
-    def state(self) -> list[str]:
-        """Return what the next step would go on with, a line for each group, for a checkpoint.
-
-        What is no plain value begins anew there (saved.py).
-        """
-        lines = [write_group(group) for group in self.training.groups.values()]
-        if self.mesh.rank == 0:
-            lines += [write_anew(ticket, []) for ticket in self.waiting]
-        return lines
-
-    def load(self, states: list[list[str]], sampling: Sampling, *, version: int) -> None:
-        """Take this rank's part of the unfinished groups of a checkpoint. Collective.
-
-        Args:
-            states: `state` of each rank that saved. If there were more or fewer of them than now,
-                each engine takes a share.
-            sampling: of episodes that begin anew.
-            version: optimizer steps that the weights have seen.
-
-        Raises:
-            UserError: a line is none.
-        """
-        lines: list[str] = []
-        if len(states) == self.mesh.world_size:
-            lines = states[self.mesh.rank]
-        elif self.engine.is_leader:
-            lines = sum(states, [])[self.engine.replica :: self.engine.num_replicas]
-        waiting = []
-        for line in lines:
-            saved = read_line(line)
-            if not (saved.episodes and self._restore(saved, sampling)):
-                waiting.append(saved.ticket)
-                self.engine_loop.discarded_tokens += sum(saved.num_sampled)
-
-        # Settings that have changed may leave no time for some. Their tickets begin anew.
-        self._exchange_states([])
-        late = self.pace.late(self.begun.values(), version)
-        for ticket in late:
-            del self.begun[ticket]
-            if ticket in self.training.groups:
-                self.engine_loop.discarded_tokens += self.training.groups.pop(ticket).num_sampled()
-        self.waiting = sorted(itertools.chain(late, *self.mesh.gather(waiting)))
-
-    def _restore(self, saved: SavedGroup, sampling: Sampling) -> bool:
-        """Go on with a group of a checkpoint. Samples more than the config's are discarded.
-
-        Returns:
-            Whether it could be restored.
-        """
-        num_samples = self.cfg.rollout.samples_per_prompt
-        group = self._make_group(self.prompts, num_samples, sampling, saved.version, saved.ticket)
-        for episode in group.episodes:
-            episode.env = make_in_time(self.make_env, self.cfg.env, self.mesh.watch)
-        if not restore_episodes(group, saved):
-            return False
-        self.training.groups[saved.ticket] = group
-        self.engine_loop.discarded_tokens += sum(saved.num_sampled[num_samples:])
-        return True
-
-    def num_unfinished_tokens(self) -> int:
-        """Return the tokens that all ranks have sampled for groups of later steps. Collective."""
-        num_tokens = sum(group.num_sampled() for group in self.training.groups.values())
-        return int(self.mesh.sums(torch.tensor(num_tokens)))

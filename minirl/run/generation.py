@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-from pathlib import Path
 
-from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.lengths import eval_extra_tokens
 from minirl.config.rl import RLConfig
 from minirl.data.vision import sampling_stops
@@ -81,21 +79,6 @@ class Generation:
         state.global_step = self.policy.num_updates
         state.epoch = state.num_train_epochs * state.global_step / max(1, state.max_steps)
         return self.engine.awake(self.refit, self.policy.sleeper)
-
-    def keep_unfinished(self, saver: Saver, resumed_from: Path | None) -> None:
-        """Keep unfinished episodes in the checkpoints, and resume those of one. Collective.
-
-        Args:
-            saver: writes the run's checkpoints.
-            resumed_from: the checkpoint with the policy's weights; None: the run begins.
-
-        Raises:
-            UserError: they cannot be read.
-        """
-        saver.rollouts = self.sampler.state
-        if resumed_from:
-            unfinished = load_rollouts(resumed_from, self.policy.mesh)
-            self.sampler.load(unfinished, self.sampling, version=self.policy.num_updates)
 
     def close(self) -> None:
         """Stop the sampler and the engine."""

@@ -51,6 +51,10 @@ class Progress:
     tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
     # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
     extra_tickets: int = 0
+    # Prompts whose groups earlier steps began and no step has trained on (rollout.ahead), and the
+    # tokens that were sampled for them. A resumed run begins them again, before new prompts.
+    unfinished_tickets: list[int] = field(default_factory=list)
+    unfinished_tokens: int = 0
     gpu_memory: dict[str, float] = field(default_factory=dict)  # Most GiB of a rank, by phase.
     kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
     # Count, mean and squares about the mean of all rewards, for reward.normalize.
@@ -322,23 +326,20 @@ class TrainingRun:
             with contextlib.suppress(TimeoutError):
                 pending.exception(60)
 
-    def stop(self, num_steps: int, *, is_interrupted: bool = False) -> None:
+    def stop(self, num_steps: int) -> None:
         """Save, if that is not done, and close the log. Collective.
 
         This ends a run that a signal has stopped. It can be resumed.
 
         Args:
             num_steps: finished steps.
-            is_interrupted: the next one has begun, so that there is more to save.
         """
-        if self.saver.step != num_steps or is_interrupted:
+        if self.saver.step != num_steps:
             self._save(num_steps)
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         newest = self.output / f"checkpoints/step-{num_steps}"
         where = f"after {num_steps} steps"
-        if is_interrupted:
-            where += " and in the rollout of the next; its episodes are kept"
         self.end(num_steps, f"stopped by a signal {where}; saved {newest}. {HOW_TO_RESUME}")
 
     def export_result(self) -> None:

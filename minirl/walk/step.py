@@ -191,6 +191,7 @@ class Walk(Trainer):
         rollout = self.generation.sampler.collect_step(
             first_ticket, self.generation.sampling, version=self.policy.num_updates
         )
+        assert rollout  # None only with rollout.ahead
         return rollout.trajectories
 
     def prepare(self, trajectories: list[Trajectory]) -> Packed:
