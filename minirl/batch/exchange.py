@@ -1,8 +1,8 @@
 """Trajectories from the ranks that sampled them to the ranks that train on them, evenly.
 
-Every rank learns a row of numbers of each trajectory, and from these all make the same plan. Then
-arrays travel as bytes in one all-to-all. Sizes and order follow from the plan, so that nothing but
-the values themselves is on the wire.
+All ranks gather a header of each trajectory, and make the same plan from them. Then the arrays
+travel as bytes in one all-to-all. Sizes and order follow from the plan, so that nothing but the
+values themselves is on the wire.
 """
 
 import heapq
@@ -25,13 +25,13 @@ NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 
 
 class _Header(NamedTuple, Generic[Number]):
-    """What all ranks know of a trajectory: a row of the table, or all its columns int64 [N]."""
+    """What all ranks know of a trajectory; or of N trajectories, each field an int64 [N]."""
 
     group: Number
     episode: Number
     segment: Number
-    rank: Number  # Where it was sampled,
-    number: Number  # and which one it is there.
+    rank: Number  # The rank that sampled it,
+    number: Number  # and its number there.
     prompt: Number  # Hash of what siblings share.
     num_prompt: Number  # Tokens.
     num_tokens: Number
@@ -45,6 +45,14 @@ class _Header(NamedTuple, Generic[Number]):
     route_bytes: Number
 
 
+_Headers = _Header[np.ndarray]
+
+
+def _take(headers: _Headers, places: np.ndarray | slice) -> _Headers:
+    """Return the headers at these places, in their order."""
+    return _Header(*(column[places] for column in headers))
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Where each trajectory goes.
@@ -53,14 +61,14 @@ class _Plan:
     of the sequences that the micro-batch has there.
     """
 
-    headers: np.ndarray  # Number of its header.
+    header: np.ndarray  # Number of its header.
     micro_batch: np.ndarray  # Number of its micro-batch, over all minibatches.
     data_rank: np.ndarray
     num_micro: list[int]  # Micro-batches of each minibatch.
 
 
 def pieces(
-    table: np.ndarray, num_ranks: int, budget: int, *, whole_groups: bool = False
+    headers: _Headers, num_ranks: int, budget: int, *, whole_groups: bool = False
 ) -> tuple[list[int], list[int]]:
     """Cut groups into pieces that stay together and share their prompt's rows.
 
@@ -68,31 +76,30 @@ def pieces(
     budget.
 
     Args:
-        table: headers of the sequences, int64 [N, ...], in the order of groups.
+        headers: headers of the sequences, in the order of groups.
         num_ranks: how many ranks share the work.
         budget: most rows of a micro-batch.
         whole_groups: a piece is a whole group, whatever its size.
 
     Returns:
-        How many sequences each piece has, which are neighbours in the table, and its rows.
+        The number of sequences of each piece, which are neighbours, and the number of its rows.
     """
-    headers: _Header[np.ndarray] = _Header(*table.T)
     all_rows = headers.num_tokens - 1
-    own_rows = headers.num_tokens - headers.num_prompt  # From the last prompt token on.
+    unshared_rows = headers.num_tokens - headers.num_prompt  # From the last prompt token on.
     share = int(all_rows.sum()) // (4 * num_ranks)
     limit = max(min(budget, share), int(all_rows.max(initial=0)))
     num_members: list[int] = []
     rows: list[int] = []
-    first_group, first_prompt = -1, -1  # Of the last piece, which has the rows of its prompt.
-    columns = (headers.group, headers.prompt, all_rows, own_rows)
+    last_group, last_prompt = -1, -1  # Of the last piece, which has the rows of its prompt.
+    columns = (headers.group, headers.prompt, all_rows, unshared_rows)
     for group, prompt, length, branch in zip(*(c.tolist() for c in columns), strict=True):
-        shares = prompt == first_prompt
-        joins = group == first_group if whole_groups else shares and rows[-1] + branch <= limit
+        shares = prompt == last_prompt
+        joins = group == last_group if whole_groups else shares and rows[-1] + branch <= limit
         if joins:
             num_members[-1] += 1
             rows[-1] += branch if shares else length
         else:
-            first_group, first_prompt = group, prompt
+            last_group, last_prompt = group, prompt
             num_members.append(1)
             rows.append(length)
     return num_members, rows
@@ -145,14 +152,15 @@ def exchange(
 ) -> list[list[list[Trajectory]]]:
     """Spread the trajectories of all ranks evenly. Collective.
 
-    The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
-    groups evenly. `versions` and `info` stay where they are, and so do trajectories without tokens.
+    The plan sorts by (group, episode), so that it does not depend on who sampled what; minibatches
+    split the groups evenly. `versions` and `info` stay where they are, and so do trajectories
+    without tokens.
 
     Args:
-        trajectories: of this rank, any number.
+        trajectories: what this rank has sampled, any number.
         mesh: the ranks.
         budget: most rows of a micro-batch on a rank.
-        num_minibatches: how many optimizer steps they are for.
+        num_minibatches: number of optimizer steps that the trajectories are for.
         whole_groups: siblings stay in one micro-batch, for losses that compare them.
 
     Returns:
@@ -163,9 +171,9 @@ def exchange(
     """
     trajectories = [t for t in trajectories if len(t.tokens)]
     images = [_image_bytes(t) for t in trajectories]
-    table = _gather_headers(trajectories, images, mesh)
-    plan = _make_plan(table, mesh, budget, num_minibatches, whole_groups)
-    received = _send(trajectories, images, table, plan, mesh)
+    headers = _gather_headers(trajectories, images, mesh)
+    plan = _make_plan(headers, mesh, budget, num_minibatches, whole_groups)
+    received = _send(trajectories, images, headers, plan, mesh)
 
     micro_batches: list[list[Trajectory]] = [[] for _ in range(sum(plan.num_micro))]
     for micro_batch, trajectory in received:
@@ -174,10 +182,10 @@ def exchange(
     return [list(itertools.islice(batches, num_micro)) for num_micro in plan.num_micro]
 
 
-def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: Mesh) -> np.ndarray:
-    """Return the headers of the trajectories of all ranks, sorted, int64 [N, ...]. Collective."""
+def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: Mesh) -> _Headers:
+    """Return the headers of the trajectories of all ranks, sorted. Collective."""
     rows = []
-    for i, (t, own_images) in enumerate(zip(trajectories, images, strict=True)):
+    for i, (t, image_bytes) in enumerate(zip(trajectories, images, strict=True)):
         routes = NO_ROUTES if t.routes is None else t.routes
         header = _Header(
             group=t.group,
@@ -190,7 +198,7 @@ def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: M
             num_tokens=len(t.tokens),
             num_sampled=int(t.sampled.sum()),
             has_turn_rewards=int(t.turn_rewards is not None),
-            num_image_bytes=len(own_images),
+            num_image_bytes=len(image_bytes),
             num_routed=routes.shape[0],
             num_mixtures=routes.shape[1],
             num_chosen=routes.shape[2],
@@ -198,18 +206,17 @@ def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: M
         )
         rows.append(header)
     tables = mesh.gather_rows(np.array(rows, np.int64).reshape(-1, len(_Header._fields)))
-    table = np.concatenate(tables)
+    h: _Headers = _Header(*np.concatenate(tables).T)
     # lexsort takes the last key first.
-    order = np.lexsort((table[:, 4], table[:, 3], table[:, 2], table[:, 1], table[:, 0]))
-    return table[order]
+    return _take(h, np.lexsort((h.number, h.rank, h.segment, h.episode, h.group)))
 
 
 def _make_plan(
-    table: np.ndarray, mesh: Mesh, budget: int, num_minibatches: int, whole_groups: bool
+    headers: _Headers, mesh: Mesh, budget: int, num_minibatches: int, whole_groups: bool
 ) -> _Plan:
     """Return the plan that all ranks make of the same headers."""
     budget *= mesh.context_size
-    groups = table[:, 0]
+    groups = headers.group
     places: list[int] = []
     numbers: list[int] = []  # Of micro-batches.
     data_ranks: list[int] = []
@@ -219,19 +226,19 @@ def _make_plan(
         if len(chosen):
             first, last = np.searchsorted(groups, [chosen[0], chosen[-1] + 1]).tolist()
         num_members, lengths = pieces(
-            table[first:last], mesh.data_size, budget, whole_groups=whole_groups
+            _take(headers, slice(first, last)), mesh.data_size, budget, whole_groups=whole_groups
         )
         ends = list(itertools.accumulate(num_members, initial=first))
         micro_batches = partition(lengths, mesh.data_size, budget)
         for number, bins in enumerate(micro_batches, start=sum(num_micro)):
-            for data_rank, of_rank in enumerate(bins):
-                for piece in of_rank:
+            for data_rank, members in enumerate(bins):
+                for piece in members:
                     places += range(ends[piece], ends[piece + 1])
                     numbers += [number] * num_members[piece]
                     data_ranks += [data_rank] * num_members[piece]
         num_micro.append(len(micro_batches))
     return _Plan(
-        headers=np.array(places, np.int64),
+        header=np.array(places, np.int64),
         micro_batch=np.array(numbers, np.int64),
         data_rank=np.array(data_ranks, np.int64),
         num_micro=num_micro,
@@ -245,7 +252,7 @@ def _make_plan(
 def _send(
     trajectories: list[Trajectory],
     images: list[bytes],
-    table: np.ndarray,
+    headers: _Headers,
     plan: _Plan,
     mesh: Mesh,
 ) -> list[tuple[int, Trajectory]]:
@@ -255,41 +262,36 @@ def _send(
         The trajectories that arrive here with the numbers of their micro-batches, in the order of
         the plan.
     """
-    group_tokens = _group_tokens(table)[plan.headers]
-    table = table[plan.headers]
-    sources, numbers = table[:, 3], table[:, 4]
-    sizes = _record_sizes(table)
+    _, groups = np.unique(headers.group, return_inverse=True)
+    totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
+    group_tokens = totals.astype(np.int64)[groups][plan.header]
+    headers = _take(headers, plan.header)
+    sizes = _record_sizes(headers)
 
     # 1. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
-    own = np.flatnonzero(sources == mesh.rank)
-    own = own[np.argsort(plan.data_rank[own], kind="stable")]
-    records = [_to_bytes(trajectories[i], images[i]) for i in numbers[own].tolist()]
-    ends = np.searchsorted(plan.data_rank[own], np.arange(mesh.data_size + 1)).tolist()
+    leaving = np.flatnonzero(headers.rank == mesh.rank)
+    leaving = leaving[np.argsort(plan.data_rank[leaving], kind="stable")]
+    numbers = headers.number[leaving].tolist()
+    records = [_to_bytes(trajectories[i], images[i]) for i in numbers]
+    ends = np.searchsorted(plan.data_rank[leaving], np.arange(mesh.data_size + 1)).tolist()
     messages = []
     for first, last in itertools.pairwise(ends):
         messages += [b"".join(records[first:last])] * mesh.num_copies
 
     # 2. What comes, from the first rank to the last, and from each in the order of the plan.
     here = np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies)
-    arrival = here[np.argsort(sources[here], kind="stable")]
-    num_bytes = np.bincount(sources[here], weights=sizes[here], minlength=mesh.world_size)
+    sources = headers.rank[here]
+    arrival = here[np.argsort(sources, kind="stable")]
+    num_bytes = np.bincount(sources, weights=sizes[here], minlength=mesh.world_size)
     received = mesh.all_to_all(messages, num_bytes.astype(np.int64).tolist())
 
     # 3. Make trajectories of it, and bring them into the order of the plan.
     starts = np.cumsum(sizes[arrival]) - sizes[arrival]
     made: dict[int, Trajectory] = {}
     for place, start in zip(arrival.tolist(), starts.tolist(), strict=True):
-        header = _Header(*table[place].tolist())
+        header = _Header(*(int(column[place]) for column in headers))
         made[place] = _from_bytes(received[start:], header, int(group_tokens[place]))
     return [(int(plan.micro_batch[place]), made[place]) for place in here.tolist()]
-
-
-def _group_tokens(table: np.ndarray) -> np.ndarray:
-    """Return the sampled tokens of the group of each header, int64 [N]."""
-    headers: _Header[np.ndarray] = _Header(*table.T)
-    _, groups = np.unique(headers.group, return_inverse=True)
-    totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
-    return totals.astype(np.int64)[groups]
 
 
 def _image_bytes(t: Trajectory) -> bytes:
@@ -297,9 +299,8 @@ def _image_bytes(t: Trajectory) -> bytes:
     return json.dumps(t.images).encode() if t.images else b""
 
 
-def _record_sizes(table: np.ndarray) -> np.ndarray:
+def _record_sizes(headers: _Headers) -> np.ndarray:
     """Return the bytes of the record of each header, int64 [N]."""
-    headers: _Header[np.ndarray] = _Header(*table.T)
     bytes_per_token = 4 + 4 + 4 * headers.has_turn_rewards + 1
     num_bytes = 16 + headers.num_tokens * bytes_per_token + headers.num_image_bytes
     num_bytes += _route_sizes(headers)
@@ -334,7 +335,7 @@ def _to_bytes(t: Trajectory, images: bytes) -> bytes:
 
 
 def _from_bytes(record: np.ndarray, header: _Header[int], group_tokens: int) -> Trajectory:
-    """Return the trajectory whose record these bytes (uint8) begin with."""
+    """Return the trajectory of the record that these bytes (uint8) begin with."""
     length = header.num_tokens
     reward = record[:8].view(np.float64).item()
     version = record[8:16].view(np.int64).item()
