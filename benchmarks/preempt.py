@@ -14,13 +14,12 @@ SIGUSR1 and SIGINT to a rank or to torchrun, which ask for a checkpoint.
 An interruption is held if torchrun ends with the code of launch/README.md, no rank prints a
 traceback and no process is left. At the end of a chain are compared: metrics.jsonl without clocks,
 every exported weight and every dumped episode, bitwise; and no unfinished file or shared memory may
-be left. A signal that interrupts a rollout with rollout.ahead (kind `episodes`) keeps the episodes,
-but the steps that they are trained in are others: there every step has its prompts, no prompt is
-trained on twice, and none later than rollout.max_staleness allows.
+be left. With rollout.ahead (kind `ahead`) a resumed run begins unfinished groups again, under other
+weights than the undisturbed run. There it is compared with its promises: every step has its
+prompts, no prompt is trained on twice, and none later than rollout.max_staleness allows.
 
 grpo     SFT before it, evaluations, the best checkpoint kept
-ahead    partial rollouts, killed only
-episodes partial rollouts with signals
+ahead    partial rollouts
 ppo      a critic, and a moving average of the weights
 kl       KL to a reference that is refreshed, Muon, a curriculum
 dapo     dynamic sampling by extra prompts, two updates a step
@@ -87,7 +86,6 @@ class Load:
     interruptions: int = 25
     """Of all kinds together, spread evenly over them."""
     signals: Literal["kills", "mixed"] = "kills"
-    """`ahead` is killed only."""
     num_steps: int = 0
     """Of each run; 0: as many as its kind has."""
     seed: int = 0
@@ -130,7 +128,7 @@ class Chain:
             self.flags += [f"--{name}", *([] if value is True else text.split(" "))]
 
     def start(self) -> Job:
-        """Start the run, or go on with it."""
+        """Start the run, or resume it."""
         resume = ["--resume"] if self.num_starts else []
         log = self.output.with_name(f"{self.output.name}-{self.num_starts}.txt")
         self.num_starts += 1
@@ -143,7 +141,7 @@ class Chain:
         return text.count('"phase": "rl"') + text.count('"phase": "train"')
 
     def finish(self) -> tuple[float, float, list[str]]:
-        """Let the run go on to its end.
+        """Let the run reach its end.
 
         Returns:
             Seconds from the ranks' start until they opened the folder, seconds after that, and what
@@ -247,7 +245,7 @@ def prove(kind: Kind, load: Load, folder: Path, num: int) -> tuple[list[Outcome]
     print(f"{kind}: undisturbed {start_seconds:.1f} s to start, {train_seconds:.1f} s to train")
 
     chain = Chain(run, load, folder, folder / f"{kind}-interrupted")
-    kinds = KILLS if load.signals == "kills" or kind == "ahead" else MIXED
+    kinds = KILLS if load.signals == "kills" else MIXED
     outcomes = []
     for step in sorted(rng.randrange(run.num_steps) for _ in range(num)):
         interruption = rng.choice(kinds)
@@ -265,7 +263,7 @@ def prove(kind: Kind, load: Load, folder: Path, num: int) -> tuple[list[Outcome]
             flush=True,
         )
     _, _, faults = chain.finish()
-    if run.keeps_steps or load.signals == "kills":
+    if run.is_bitwise:
         faults += differences(whole.output, chain.output)
     else:
         faults += broken_promises(run, chain.output)

@@ -49,7 +49,7 @@ def differences(expected: Path, output: Path) -> list[str]:
 
 
 def broken_promises(run: Run, output: Path) -> list[str]:
-    """Return what a run with kept episodes has not done as it should."""
+    """Return which promises a resumed run with rollout.ahead has not kept."""
     found = []
     steps = [row["step"] for row in read_rows(output) if row["phase"] == "rl"]
     if steps != list(range(run.num_steps)):

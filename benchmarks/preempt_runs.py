@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["grpo", "ahead", "episodes", "ppo", "kl", "dapo", "sft", "dpo", "long"]
+Kind = Literal["grpo", "ahead", "ppo", "kl", "dapo", "sft", "dpo", "long"]
 REWARD = """def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 4 + (len(completion) < 3) / 2
 """
@@ -53,14 +53,12 @@ class Run:
     num_steps: int
     settings: dict[str, object]
     rows: str = "rows.jsonl"
-    # What a signal asks for may change which steps an episode is trained in.
-    keeps_steps: bool = True
+    is_bitwise: bool = True  # A resumed run equals the undisturbed one.
 
 
 RUNS: dict[Kind, Run] = {
     "grpo": Run("minirl.rl", 12, {**RL, "sft.num-steps": 4, "checkpoint.best-metric": "accuracy"}),
-    "ahead": Run("minirl.rl", 12, {**RL, **AHEAD}),
-    "episodes": Run("minirl.rl", 12, {**RL, **AHEAD}, keeps_steps=False),
+    "ahead": Run("minirl.rl", 12, {**RL, **AHEAD}, is_bitwise=False),
     "ppo": Run(
         "minirl.rl",
         12,

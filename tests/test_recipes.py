@@ -33,8 +33,7 @@ from minirl.plan import __main__ as planner
 from minirl.plan.command import make_plan
 from minirl.plan.flags import read_flags
 from minirl.plan.planner import GIB
-from minirl.rollout import records, show
-from minirl.rollout import tickets as tickets_module
+from minirl.rollout import pacing, records, show
 from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.pacing import Goal, pull
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
@@ -682,14 +681,14 @@ def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket(
 
 
 def test_the_store_is_asked_when_a_group_has_finished_and_else_now_and_then(monkeypatch):
-    monkeypatch.setattr(tickets_module, "SECONDS_BETWEEN_LOOKS", 1e9)
+    monkeypatch.setattr(pacing, "SECONDS_BETWEEN_LOOKS", 1e9)
     store = Store()
     (_, here), (_, there) = [pull(range(4), [Goal(3, 1), Goal(5, 2)], store, 0) for _ in range(2)]
     assert not any(here([]) for _ in range(1000)) and store.num_asked == 2  # one for each goal
     assert not here([5]) and not here([5]) and not there([5, 5]) and store.num_asked == 6
     assert there([5, 5, 2])  # one of them is old enough
     assert not here([5])  # it has not looked again
-    monkeypatch.setattr(tickets_module, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(pacing, "SECONDS_BETWEEN_LOOKS", 0.0)
     (_, here) = pull([], [Goal(5, 2)], store, 1)
     assert not here([])
     store.add("minirl/finished/1/0", 2)

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.batch import routes
 from minirl.batch.attention_plan import RowLayout, Sequence, build, on_device
 from minirl.batch.recurrence import build_recurrence
+from minirl.batch.routes import LIVE
 from minirl.parallel import context as cp
 from minirl.types.packed import Packed, Preference, Sequences, Trajectory, prompt_length
 
@@ -19,28 +19,6 @@ def shared_part(t: Trajectory) -> bytes:
     num = prompt_length(t) - 1
     urls = [image.url for image in t.images if image.start < num]
     return t.tokens[:num].tobytes() + "".join(urls).encode()
-
-
-def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[Sequence]:
-    """Return prompts that siblings share, then everything with rows of its own.
-
-    Siblings are side by side.
-    """
-    groups: dict[bytes, list[Trajectory]] = {}
-    for t in sorted(trajectories, key=prompt_length):
-        groups.setdefault(shared_part(t), []).append(t)
-    prompts: list[Sequence] = []
-    branches: list[Sequence] = []
-    for siblings in groups.values():
-        start = prompt_length(siblings[0]) - 1
-        shared = None
-        if share and len(siblings) > 1 and start > 0:
-            shared = len(prompts)
-            prompts.append(Sequence(siblings[0], 0, start))
-        else:
-            start = 0
-        branches += [Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
-    return prompts + branches
 
 
 def _filler(num_rows: int) -> Sequence:
@@ -56,10 +34,31 @@ def _filler(num_rows: int) -> Sequence:
 
 
 def _lay_out(trajectories: list[Trajectory], layout: RowLayout) -> list[Sequence]:
-    """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
+    """Return the sequences of a micro-batch in the order of their rows.
+
+    First the prompts that siblings share, then the rest of each trajectory, siblings next to each
+    other; at the end a sequence that fills the rows up, if `layout` asks for that.
+    """
+    # 1. Siblings with one prompt.
+    groups: dict[bytes, list[Trajectory]] = {}
+    for t in sorted(trajectories, key=prompt_length):
+        groups.setdefault(shared_part(t), []).append(t)
     context = layout.context
-    on_ring = context and context.ring  # where no rank has all keys of a prompt
-    sequences = _sequences(trajectories, share=not on_ring) or [_filler(1)]
+    can_share = not (context and context.ring)  # On a ring no rank has all keys of a prompt.
+    prompts: list[Sequence] = []
+    branches: list[Sequence] = []
+    for siblings in groups.values():
+        start = prompt_length(siblings[0]) - 1
+        shared = None
+        if can_share and len(siblings) > 1 and start > 0:
+            shared = len(prompts)
+            prompts.append(Sequence(siblings[0], 0, start))
+        else:
+            start = 0
+        branches += [Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
+    sequences = prompts + branches or [_filler(1)]
+
+    # 2. As many rows as the ranks can divide.
     num_ranks = context.size if context else 1
     rows_on_rank = sum(cp.padded(q.num_rows, context) for q in sequences) // num_ranks
     missing = -rows_on_rank % layout.multiple
@@ -79,10 +78,10 @@ def _column(
     """Return the values of this rank's rows, end to end.
 
     Args:
-        sequences: of the micro-batch.
-        positions: of each sequence, those of its rows on this rank.
-        arrays: [L] of each sequence's trajectory.
-        shift: 0: the value of the row's own token; 1: that of the token after it.
+        sequences: sequences of the micro-batch.
+        positions: for each sequence, the positions of its rows on this rank.
+        arrays: for each sequence, values of its trajectory's tokens, [L].
+        shift: 0: take the value of the row's input token; 1: of its target.
 
     Returns:
         [T], 0 in rows that only fill.
@@ -111,12 +110,12 @@ def pack(
     outside the loss fills up to `layout.multiple`. With a context, rows are this rank's part.
 
     Args:
-        trajectories: of one micro-batch.
-        device: where it goes.
-        temperature: at which log-probs are computed.
-        layout: what the model asks for.
+        trajectories: trajectories of one micro-batch.
+        device: device of the batch.
+        temperature: log-probs are of logits divided by it.
+        layout: what the model asks of the rows.
         pairs: every group is a pair, episode 0 the chosen answer and 1 the rejected one.
-        single: every answer counts on its own, for losses of judged answers.
+        single: every answer was judged alone.
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
@@ -141,12 +140,14 @@ def pack(
             rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
         ),
         attention=build(sequences, layout, device),
-        recurrence=build_recurrence(sequences, layout, device),
         context=layout.context,
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),
-        routes=_routes(sequences, positions, device),
     )
+    if layout.convolution:
+        batch.recurrence = build_recurrence(sequences, layout, device)
+    if any(t.routes is not None for t in owners):
+        batch.routes = on_device(_routes(sequences, positions), device, torch.int16)
     turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     if len(turn_rewards) == len(owners):
         rewards = _column(sequences, positions, turn_rewards)
@@ -161,16 +162,25 @@ def pack(
     return batch
 
 
-def _routes(
-    sequences: list[Sequence], positions: list[np.ndarray], device: torch.device
-) -> Tensor | None:
-    """Return the routes of this rank's rows; None if no trajectory has some.
+def _routes(sequences: list[Sequence], positions: list[np.ndarray]) -> np.ndarray:
+    """Return the routes of this rank's rows, LIVE where there is no route; int16 [T, M, k].
 
-    Shared rows go by those of one sibling: of a shared prompt the engine computed for all the same.
+    Shared rows get those of one sibling: for all siblings the engine computed the same prompt.
+
+    Args:
+        sequences: sequences of the micro-batch, at least one of them with routes.
+        positions: for each sequence, the positions of its rows on this rank.
     """
-    of_trajectories = [q.trajectory.routes for q in sequences]
-    of_rows = routes.of_rows(of_trajectories, positions, [q.stop for q in sequences])
-    return None if of_rows is None else on_device(of_rows, device, torch.int16)
+    routes = [q.trajectory.routes for q in sequences]
+    shape = next(r.shape[1:] for r in routes if r is not None)
+    columns = []
+    for q, known, places in zip(sequences, routes, positions, strict=True):
+        column = np.full((len(places), *shape), LIVE, np.int16)
+        if known is not None:
+            has_route = places < min(q.stop, len(known))
+            column[has_route] = known[places[has_route]]
+        columns.append(column)
+    return np.concatenate(columns)
 
 
 def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
@@ -178,7 +188,7 @@ def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> lis
 
     Args:
         values: [T].
-        trajectories: those that the batch was packed of, in any order.
+        trajectories: the trajectories that were packed, in any order.
         batch: T packed rows.
 
     Returns:

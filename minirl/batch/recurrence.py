@@ -13,22 +13,20 @@ from minirl.types.packed import Context
 
 def build_recurrence(
     sequences: list[Sequence], layout: RowLayout, device: torch.device
-) -> Recurrence | None:
-    """Return `Packed.recurrence`, for sequences that lie end to end; None: it is not wanted.
+) -> Recurrence:
+    """Return how layers with a state go through sequences that lie end to end.
 
     Args:
-        sequences: of the micro-batch, in order; prompts that others share come first.
-        layout: what the model asks for.
-        device: where the row numbers go.
+        sequences: sequences of the micro-batch, in order; shared prompts come first.
+        layout: what the model asks of the rows.
+        device: device of the row numbers.
     """
-    if not layout.convolution:
-        return None
     lengths = np.array([q.num_rows for q in sequences])
     stops = np.cumsum(lengths)
     starts = stops - lengths
     num_rows = int(stops[-1])
 
-    # 1. Each sequence's rows behind those that its convolution sees before them.
+    # 1. Each sequence's rows, after the rows that its convolution sees before them.
     num_before = layout.convolution - 1
     history = []
     places = []
@@ -41,15 +39,21 @@ def build_recurrence(
         places.append(rows + (number + 1) * num_before)
         history += [before, rows]
 
-    # 2. Shared prompts, and then what may begin behind one of them.
+    # 2. Shared prompts, and then sequences that may continue one of them.
     num_prompts = len({q.shared for q in sequences if q.shared is not None})
     spans = []
     if num_prompts:
         spans.append(span_of(lengths[:num_prompts], 0, None, device))
-    behind = [num_prompts if q.shared is None else q.shared for q in sequences[num_prompts:]]
-    first = int(starts[num_prompts])
-    others = lengths[num_prompts:]
-    spans.append(span_of(others, first, np.array(behind) if num_prompts else None, device))
+    rest = sequences[num_prompts:]
+    continued = np.array([num_prompts if q.shared is None else q.shared for q in rest])
+    spans.append(
+        span_of(
+            lengths[num_prompts:],
+            int(starts[num_prompts]),
+            continued if num_prompts else None,
+            device,
+        )
+    )
 
     gathered = None
     back = None
@@ -83,22 +87,22 @@ def _gathered(sequences: list[Sequence], context: Context) -> np.ndarray:
 
 
 def span_of(
-    lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device
+    lengths: np.ndarray, start: int, continued: np.ndarray | None, device: torch.device
 ) -> Span:
     """Return sequences of these lengths as a recurrence goes through them.
 
     Args:
-        lengths: their numbers of rows [S].
-        start: the row of the micro-batch that the first of them begins with.
-        behind: `Span.behind`.
-        device: where the row numbers go.
+        lengths: number of rows of each sequence, [S].
+        start: the first row of the first sequence, in the micro-batch.
+        continued: `Span.continued`.
+        device: device of the row numbers.
     """
     cu_rows = np.cumsum(np.concatenate([[0], lengths]))
     return Span(
         start=start,
         stop=start + int(cu_rows[-1]),
         cu_rows=on_device(cu_rows, device),
-        behind=None if behind is None else on_device(behind, device),
+        continued=None if continued is None else on_device(continued, device),
         cut=functools.partial(_cut, lengths, device),
     )
 

@@ -1,8 +1,8 @@
 """Routes: the experts to which an engine's routers sent each token (R3, arXiv 2510.11370).
 
-Of a sequence they are uint8 or int16 [R, M, k]: for the first R of its tokens and each of the M
-mixtures of the model, in order of layers, the k experts that were chosen. The last token of a
-sequence is read by no forward of the engine, and has none.
+The routes of a sequence are uint8 or int16 [R, M, k]: for the first R of its tokens and each of the
+M mixtures of the model, in order of layers, the k experts that were chosen. The last token of a
+sequence has no route, because the engine never reads it.
 """
 
 import base64
@@ -15,49 +15,23 @@ _DTYPES = ("uint8", "int16")
 
 
 def narrow(experts: np.ndarray, num_experts: int) -> np.ndarray:
-    """Return numbers of experts in the smallest dtype that holds all of a model's."""
+    """Return numbers of experts in the smallest dtype that holds those of all `num_experts`."""
     return experts.astype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 def extended(routes: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:
     """Return the routes of a sequence with those of tokens that had none.
 
-    A token keeps the route by which the log-prob of the token behind it was computed, which is the
-    first one: a later request computes the sequence again, maybe at other weights.
+    A token keeps its first route, which the log-prob of the next token was computed by: a later
+    request computes the sequence again, maybe with other weights.
 
     Args:
-        routes: of the beginning of a sequence; None: of nothing.
-        longer: of a later request, from the first token of the sequence on.
+        routes: routes of the beginning of a sequence; None: there are none.
+        longer: routes of a later request, from the first token of the sequence on.
     """
     if routes is None or longer is None:
         return longer if routes is None else routes
     return np.concatenate([routes, longer[len(routes) :]])
-
-
-def of_rows(
-    routes: list[np.ndarray | None], positions: list[np.ndarray], stops: list[int]
-) -> np.ndarray | None:
-    """Return the routes of packed rows, end to end.
-
-    Args:
-        routes: of each sequence's trajectory; None: it has none.
-        positions: of each sequence, those of its rows on this rank.
-        stops: of each sequence, the position behind its last row. Rows behind it only fill.
-
-    Returns:
-        int16 [T, M, k], LIVE where there is no route; None if no sequence has one.
-    """
-    known = [r for r in routes if r is not None]
-    if not known:
-        return None
-    columns = []
-    for of_sequence, places, stop in zip(routes, positions, stops, strict=True):
-        column = np.full((len(places), *known[0].shape[1:]), LIVE, np.int16)
-        if of_sequence is not None:
-            has_route = places < min(stop, len(of_sequence))
-            column[has_route] = of_sequence[places[has_route]]
-        columns.append(column)
-    return np.concatenate(columns)
 
 
 def to_json(routes: np.ndarray | None) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ class Rectangle:
 
 
 class Padded(NamedTuple):
-    """The pairs of a block, for kernels that want equal lengths."""
+    """The pairs of a block, for kernels that take equal lengths."""
 
     rectangles: tuple[Rectangle, ...]
     # int64 [N]: where each query is in the rectangles laid end to end; None if in order.
@@ -48,7 +48,7 @@ class Block:
     its scores in each.
     """
 
-    # The last query of a pair sees all its keys, and each one before it one key less. False: every
+    # The last query of a pair sees all keys, and each query before it one key less. False: every
     # query sees every key.
     causal: bool
     # int64 [N]: the query rows, pair by pair; None: all rows in order.
@@ -60,15 +60,15 @@ class Block:
     cu_keys: Tensor  # int32 [pairs + 1]: the same of their keys.
     # Most queries and most keys of a pair, on the host so that no layer waits for the device.
     longest: tuple[int, int]
-    # Lays the pairs in rectangles, on the device of the rows.
+    # Returns the pairs in rectangles, on the device of the rows.
     pad: Callable[[], Padded]
 
     @cached_property
     def padded(self) -> Padded:
         """Return the same pairs in rectangles.
 
-        They are made for the first kernel that asks. FlashAttention, which takes the running sums,
-        never does.
+        They are made when a kernel asks first. FlashAttention takes the running sums, and never
+        asks.
         """
         return self.pad()
 
@@ -94,7 +94,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Options:
-    """What a layer asks of its attention."""
+    """How a layer attends."""
 
     scale: float  # Scores are q k' scale.
     # Keys that a query sees, itself included; only for a causal block that has all of them.
@@ -119,19 +119,19 @@ class Chunks:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Sequences that lie end to end, and what a recurrence begins each of them with."""
+    """Sequences that lie end to end, and the states with which a recurrence begins them."""
 
-    start: int  # Their rows in the micro-batch.
-    stop: int
-    cu_rows: Tensor  # int64 [S + 1]: running sum of their rows.
-    # int64 [S]: number of the sequence of the span before behind whose last row each begins; the
-    # number of those: behind none. None: behind none, all of them.
-    behind: Tensor | None
-    cut: Callable[[], Chunks]  # Cuts them into chunks.
+    start: int  # First row in the micro-batch,
+    stop: int  # and the row after the last one.
+    cu_rows: Tensor  # int64 [S + 1]: running sum of the sequences' rows.
+    # int64 [S]: for each sequence, which of the N sequences of the span before it continues; N:
+    # none of them. None: no sequence continues another.
+    continued: Tensor | None
+    cut: Callable[[], Chunks]  # Returns the sequences in chunks.
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Return the same sequences in chunks, for which kernels with running sums never ask."""
+        """Return the same sequences in chunks; kernels that take running sums never ask."""
         return self.cut()
 
 
@@ -139,13 +139,13 @@ class Span:
 class Recurrence:
     """How layers with a state go through a micro-batch: from the start of each sequence.
 
-    An answer whose prompt is a sequence of its own begins with the state behind that. With a
-    context, each rank goes through the T rows of all ranks, for some of the heads.
+    An answer to a shared prompt begins with the state after the prompt. With a context, each rank
+    goes through the T rows of all ranks, for some of the heads.
     """
 
     spans: tuple[Span, ...]  # Shared prompts, if there are any, then all other sequences.
-    # int64 [T + S (K - 1)]: for a convolution over K rows, those of each sequence behind the K - 1
-    # rows that come before; T where there are none.
+    # int64 [T + S (K - 1)]: for a convolution over K rows, each sequence's K - 1 rows before its
+    # first (T where there are none), and its rows.
     history: Tensor
     places: Tensor  # int64 [T]: where each row is in `history`.
     # With a context, int64 [T]: where the rows are in those of all ranks, rank by rank; and back,

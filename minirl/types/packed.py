@@ -40,14 +40,14 @@ class Trajectory:
     is trained on.
     """
 
-    # int32 [L]: the prompt, sampled tokens, and what an environment said in between.
+    # int32 [L]: the prompt, sampled tokens, and an environment's tokens in between.
     tokens: np.ndarray
     # bool [L]: True where the policy chose the token. The first token is never sampled.
     sampled: np.ndarray
     # float32 [L]: the engine's log-prob of sampled tokens at the sampling temperature, else 0.
     logprobs: np.ndarray
     reward: float = 0.0
-    group: int = 0  # Ticket of the prompt. Siblings share it (the baseline of a group).
+    group: int = 0  # Ticket of the prompt, which siblings share.
     episode: int = 0  # Number of the sample within its group.
     # Number within the episode: a new segment begins where history was rewritten. Segments share
     # reward and advantage.
@@ -56,8 +56,8 @@ class Trajectory:
     version: int = 0
     # int32 [L]: the version of each token, -1 where none was sampled. Stays on the sampling rank.
     versions: np.ndarray | None = None
-    # float32 [L]: the part of `reward` that was given for single answers, at their last tokens.
-    # The rest belongs to the last token. None: no reward was given for single answers.
+    # float32 [L]: the part of `reward` that was given for single turns, at their last tokens. The
+    # rest belongs to the last token. None: no reward was given for single turns.
     turn_rewards: np.ndarray | None = None
     # uint8 or int16 [R, M, k], R <= L: the experts to which the engine sent each of the first R
     # tokens in each mixture of the model, as batch/routes.py says. None: nobody asked for them.
@@ -115,9 +115,9 @@ class Preference:
 class Packed:
     """One micro-batch on the device: S sequences end to end on one axis of T rows, no padding.
 
-    Answers to one prompt share its rows. The prompt without its last token is a sequence of its
-    own, outside the loss. Each answer's sequence begins with the last prompt token (whose target
-    is the answer's first) and attends to the prompt's keys before its own.
+    Answers to one prompt share its rows. The prompt without its last token is one sequence, outside
+    the loss. Each answer's sequence begins with the last prompt token (its target is the answer's
+    first token), and attends to the prompt's keys before its own.
 
     With a context, rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R,
     in zigzag so that causal work is even.
@@ -157,5 +157,5 @@ class Packed:
     # float [T], filled in by `advantages.assign`: `returns` are what the values should have been.
     advantages: Tensor = UNSET
     returns: Tensor = UNSET
-    # bool [T]: tokens whose policy gradient counts. None: all of them.
+    # bool [T]: tokens with a policy gradient (algo.entropy_share). None: all of them.
     high_entropy_mask: Tensor | None = None

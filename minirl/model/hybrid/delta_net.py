@@ -201,8 +201,8 @@ def delta_rule(
     for span in recurrence.spans:
         here = slice(span.start, span.stop)
         initial = None
-        if span.behind is not None and states is not None:
-            initial = with_zeros(states).index_select(0, span.behind)
+        if span.continued is not None and states is not None:
+            initial = with_zeros(states).index_select(0, span.continued)
         inputs = q[here], k[here], v[here], log_decay[here], rate[here]
         if kernel:
             out, states = kernel(*inputs, initial, span.cu_rows)
