@@ -594,7 +594,7 @@ class Recorded(Sampler):
     def gather_array(self, own):
         others = [n for n in self.asked[-1] if n % 2 != self.rank]
         rows = [(n, 0, 1, self.is_varied(n), 1 - self.rank) for n in others]
-        other = np.array(rows).reshape(-1, 5)
+        other = np.array(rows, np.int64).reshape(-1, 5)
         return np.concatenate([own, other] if self.rank == 0 else [other, own])
 
     def is_varied(self, number):
