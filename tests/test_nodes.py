@@ -30,8 +30,8 @@ from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.parallel.machines import check_same
 from minirl.run.inputs import Inputs, check_output
-from minirl.supervise import launch, lifecycle
-from minirl.supervise.launch import agree_on_name
+from minirl.supervise import lifecycle
+from minirl.supervise.lifecycle import agree_on_name
 from nodes import Job, Node, two_nodes
 from programs import ROOT, Ended, fork
 from test_program import read, repeatable
@@ -351,9 +351,9 @@ def test_a_look_at_the_output_leaves_nothing(tmp_path):
 
 
 def test_a_rank_may_be_the_child_of_a_containers_first_process():
-    assert launch.is_this_python(os.getpid())
+    assert lifecycle.is_this_python(os.getpid())
     with subprocess.Popen(["sleep", "60"]) as other:
-        assert not launch.is_this_python(other.pid)
+        assert not lifecycle.is_this_python(other.pid)
         other.kill()
 
 

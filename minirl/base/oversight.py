@@ -1,29 +1,44 @@
-"""What code asks of who watches over its process: time limits, and whether it is to stop.
+"""What code asks of the supervisor of its process: time limits, and whether it should stop.
 
-`minirl.supervise.watch.Watch` is the one of a program: it hears signals and the other ranks, and
-ends the run when a limit is over. Where nobody has started one, there is this one, which lets
-everything pass.
+`minirl.supervise.watch.Watch` supervises a program: it takes signals, sees other ranks end, and
+ends the run when a limit is over. Where none has been started there is an `Oversight`, which keeps
+limits and never looks at them.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Limit:
+    """A time limit of a block that a thread is in."""
+
+    seconds: float
+    describe: Callable[[], str]
+    deadline: float  # By `Oversight.clock`; infinity: there is none.
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class Oversight:
-    """Watches over nothing.
+    """Keeps time limits and what a supervisor asks of the program; nobody looks at them.
 
     Attributes:
-        requested: a signal to this rank, or to another that has told it, asks to save and leave.
+        clock: seconds that this process has run, without those in which it was stopped.
+        requested: a signal to this rank or to another asks to save and leave.
         can_save: the program will look at `requested`. Before that, a signal ends it at once.
-        phase: returns what the main thread is at.
-        unmapped_bytes: returns what torch counts of a device's memory and a sleeping engine has
-            given back.
-        finish_writing: waits a while for what is written beside training, before a limit ends it.
-        record_end: notes in the folder of the run how it ends: state, reason. On one rank.
+        phase: returns the name of what the main thread does.
+        unmapped_bytes: returns how many bytes torch counts of a device's memory that a sleeping
+            engine has given back.
+        finish_writing: waits a while for a checkpoint in the background, before the run ends.
+        record_end: notes in the run's folder how it ends: state, reason. On one rank.
     """
 
     def __init__(self) -> None:
+        self.clock = 0.0
+        self.limits: list[Limit] = []
         self.requested = False
         self.can_save = False
         self.phase: Callable[[], str] = lambda: "start"
@@ -31,23 +46,25 @@ class Oversight:
         self.finish_writing: Callable[[], None] = lambda: None
         self.record_end: Callable[[str, str], None] = lambda state, reason: None
 
-    def limit(
-        self, seconds: float, what: Callable[[], str]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """End the run if the block takes longer.
-
-        For what cannot be interrupted in any other way. The block gets the limit: `renew` starts
-        its time again, and `pause` lets it wait for that.
+    @contextlib.contextmanager
+    def limit(self, seconds: float, describe: Callable[[], str]) -> Iterator[Limit]:
+        """End the run if the block takes longer; for what cannot be interrupted otherwise.
 
         Args:
-            seconds: of a process that runs; infinity: there is no limit.
-            what: says what took longer, and what to do. Called in another thread then, and where
-                the block begins.
+            seconds: how long the block may take; infinity: there is no limit.
+            describe: returns what took longer and what to do. Another thread calls it.
         """
-        return contextlib.nullcontext()
+        limit = Limit(seconds, describe, self.clock + seconds)
+        self.limits.append(limit)
+        try:
+            yield limit
+        finally:
+            self.limits.remove(limit)
 
-    def renew(self, limit: Any) -> None:
-        """Let the time of a limit begin now."""
+    def renew(self, limit: Limit) -> None:
+        """Start the time of a limit again, now."""
+        limit.deadline = self.clock + limit.seconds
 
-    def pause(self, limit: Any) -> None:
-        """Let a limit wait for `renew`."""
+    def pause(self, limit: Limit) -> None:
+        """Stop the time of a limit until `renew`."""
+        limit.deadline = math.inf

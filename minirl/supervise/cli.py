@@ -1,29 +1,29 @@
 """How a program starts: its flags are read, and what is wrong with them is said, in a second.
 
 That comes before torch, vLLM and the program itself are imported, which takes many seconds on every
-rank. So this file imports nothing but settings; lifecycle.py goes on from here.
+rank. So this file imports nothing but settings; lifecycle.py does the rest.
 """
 
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from minirl.base.errors import BAD_INPUT, DONE, UserError
+from minirl.base.errors import BAD_INPUT, DONE, UserError, write_error_file
 from minirl.base.imports import no_collections
 from minirl.config.named import check_named
 from minirl.config.parse import parse_flags
 from minirl.config.validate import check_settings
-from minirl.supervise.agent import tell_agent
 
 if TYPE_CHECKING:
-    from minirl.supervise.lifecycle import Program
+    from minirl.parallel.mesh import Mesh
 
 
-def run(config: type, program: "str | Program") -> NoReturn:
+def run(config: type, program: "str | Callable[[Any, Mesh], None]") -> NoReturn:
     """Read the flags, join the other ranks, run the program and leave.
 
-    Exit code 0: done, or stopped by a signal with a checkpoint to go on from. 2: a mistake that the
-    user can correct, said in one message. 1: a crash. 128 and more: ended at once by a signal.
+    Exit code 0: done, or stopped by a signal with a checkpoint to resume from. 2: a mistake that
+    the user can correct, said in one message. 1: a crash. 128 and more: ended at once by a signal.
 
     Args:
         config: the class of the program's config.
@@ -32,14 +32,19 @@ def run(config: type, program: "str | Program") -> NoReturn:
     """
     cfg = None
     mistake = None
+    # All ranks of one machine have the same flags and files, find the same mistakes, and need not
+    # ask each other. A mistake on one of several machines has to reach the ranks of the others,
+    # which would wait.
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == world_size
     try:
         cfg = parse_flags(config)
-        if is_one_machine():
-            check_settings(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+        if is_one_machine:
+            check_settings(cfg, int(world_size))
             check_named(cfg)
     except UserError as error:
         mistake = error
-        if is_one_machine():
+        if is_one_machine:
             _refuse(error)
 
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
@@ -48,15 +53,6 @@ def run(config: type, program: "str | Program") -> NoReturn:
         from minirl.supervise import lifecycle
 
     lifecycle.run(config, cfg, mistake, program)
-
-
-def is_one_machine() -> bool:
-    """Return whether all ranks of the run are on this machine.
-
-    They have the same flags and files then, find the same mistakes, and need not ask each other. A
-    mistake on one of several machines has to reach the ranks of the others, which would wait.
-    """
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
 def _refuse(error: UserError) -> NoReturn:
@@ -69,5 +65,5 @@ def _refuse(error: UserError) -> NoReturn:
         sys.exit(DONE)
     message = f"minirl: error: {error}"
     print(f"\n{message}", file=sys.stderr, flush=True)
-    tell_agent(message)
+    write_error_file(message)
     sys.exit(BAD_INPUT)

@@ -4,33 +4,36 @@
 """
 
 import os
+import time
+import traceback
 
 import torch
 import torch.distributed as dist
 
 from minirl.base.files import DISK_FAILURES
-from minirl.supervise.watch import Watch
+from minirl.supervise.watch import NUM_FRAMES, Watch
 
 # What gloo, NCCL and the store say of other ranks.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process")
 LATE = ("Timed out waiting", "timed out after", "Timeout waiting", "wait timeout after")
 
-SECONDS_TO_REPLY = 3.0
-SECONDS_OF_A_CAUSE = 2.0
+SECONDS_OF_A_CAUSE = 2.0  # For the watch to see which rank ends the run.
 
 
 def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> str | None:
     """Return what an error means, in place of its traceback. None: it is a bug.
 
-    If it comes from another rank that has failed, this process leaves: the other one says why.
+    If it is the consequence of another rank's failure, the watch ends this process meanwhile, and
+    the other rank says why.
 
     Args:
         error: what ended the program on this rank.
-        watch: of the rank.
+        watch: the supervisor of this rank.
         minutes: how long a collective waits.
         output: folder or file that the program writes; empty: none.
     """
     text = f"{type(error).__name__}: {error}"
+    first_line = text.splitlines()[0]
     where = f"rank {watch.rank} in phase {watch.phase()}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{where}: the GPU's memory is used up: {error}\n{_gpu_memory(watch)}"
@@ -43,7 +46,7 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
     if isinstance(error, OSError) and error.errno in DISK_FAILURES:
         return (
             f"{where}: a file cannot be written: {error}\nMake room (output = {output!r}), or "
-            "mend the file system; a training run then goes on with --resume from its newest "
+            "repair the file system; a training run then continues with --resume from its newest "
             "checkpoint"
         )
     if isinstance(error, FileNotFoundError) and _is_below(error.filename, output):
@@ -52,25 +55,19 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             f"{output!r}) is gone, or a part of it: it was removed, moved or unmounted. Start "
             "again, and leave it where it is"
         )
-    if isinstance(error, SystemExit | KeyboardInterrupt):
-        return (
-            f"{where}: {type(error).__name__} ({error}) was raised by code that the program "
-            "called. Nothing but its own end may end a run; mend the code, and raise an exception "
-            "that says what is wrong"
-        )
     if isinstance(error, RuntimeError) and any(said in text for said in LATE):
-        watch.wait_for_cause(SECONDS_OF_A_CAUSE)
-        doing = watch.describe_all(SECONDS_TO_REPLY, error)
+        time.sleep(SECONDS_OF_A_CAUSE)
+        stack = "".join(traceback.format_tb(error.__traceback__)[-NUM_FRAMES:])
         return (
             f"{where} has waited longer than timeout_minutes = {minutes:g} for the other ranks "
-            f"({_first_line(text)}). This is what the ranks are doing; one of them is stuck, or "
-            f"needs longer than the others (then raise timeout_minutes):\n{doing}"
+            f"({first_line}). One of them is stuck or stopped, or needs longer than the others "
+            f"(then raise timeout_minutes). It waited here:\n{stack.rstrip()}"
         )
     if isinstance(error, dist.DistError) or any(said in text for said in LOST):
-        watch.wait_for_cause(SECONDS_OF_A_CAUSE)
+        time.sleep(SECONDS_OF_A_CAUSE)
         return (
-            f"{where} has lost another rank, which has not said why ({_first_line(text)}); look "
-            "for what ended first in the logs of the other machines"
+            f"{where} has lost another rank, which has not said why ({first_line}); look for what "
+            "ended first in the logs of the other machines"
         )
     return None
 
@@ -82,10 +79,6 @@ def _is_below(file: str | bytes | int | None, output: str) -> bool:
     folder = os.path.abspath(os.path.dirname(os.fsdecode(file)))
     root = os.path.abspath(output)
     return os.path.commonpath([folder, root]) == root and not os.path.isdir(folder)
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0]
 
 
 def _gpu_memory(watch: Watch) -> str:

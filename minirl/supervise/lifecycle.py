@@ -1,21 +1,30 @@
 """How a program with a config joins the other ranks and how it ends.
 
-For what the user can correct there is one message, and for each kind of end one exit code. What is
-wrong with the flags alone has been answered before (cli.py), because the imports of this file take
-seconds.
+For what the user can correct there is one message, and for each kind of end one exit code. Wrong
+flags have been refused before (cli.py), because the imports of this file take seconds.
+
+torchrun has an agent on each machine, which starts its ranks. When ranks fail, or a lost agent is
+replaced, all agents start their ranks again, at most --max-restarts times. They leave two things to
+the ranks: to end with their agent, and not to read what ranks of an earlier attempt have stored.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import os
 import shutil
+import signal
+import time
 import traceback
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from minirl.base.errors import BAD_INPUT, CRASH, DONE, UserError
 from minirl.base.imports import no_collections
@@ -25,17 +34,21 @@ from minirl.config.shared import TrainingConfig
 from minirl.parallel.machines import check_same, errors_of_machines
 from minirl.parallel.mesh import Mesh, arrange, check_gpus, open_world
 from minirl.supervise.faults import explain
-from minirl.supervise.launch import end_with_agent, open_attempt_store
-from minirl.supervise.watch import Watch, leave
+from minirl.supervise.watch import Watch, leave, this_process
 
-JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that says it.
-# What may differ between machines: where a rank is found.
-OWN_SETTINGS = ("endpoint.host",)
+JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that sets it.
+# Settings that may differ between machines: the address of a rank.
+LOCAL_SETTINGS = ("endpoint.host",)
+PR_SET_PDEATHSIG = 1  # Of prctl, from Linux's prctl.h.
+RETRY = timedelta(seconds=1)  # A rank that waits for rank 0's answer looks again after this.
 
-Program = Callable[[Any, Mesh], None]
 
-
-def run(config: type, cfg: Any, mistake: UserError | None, program: str | Program) -> NoReturn:
+def run(
+    config: type,
+    cfg: Any,
+    mistake: UserError | None,
+    program: str | Callable[[Any, Mesh], None],
+) -> NoReturn:
     """Join the other ranks, run the program and leave.
 
     Args:
@@ -48,25 +61,25 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
     faulthandler.enable()
     end_with_agent()
     watch = Watch()
-    watch.goes_on = issubclass(config, TrainingConfig)
+    watch.can_resume = issubclass(config, TrainingConfig)
     minutes = cfg.timeout_minutes if cfg else JOIN_MINUTES
+    timeout = timedelta(minutes=minutes)
     try:
         watch.listen()
         warning = describe_idle_gpu()
         if warning and watch.rank == 0:
             say(warning)
         with no_collections():
-            called: Program = resolve_name(program) if isinstance(program, str) else program
-        store = open_attempt_store(timedelta(minutes=minutes))
-        world = open_world(minutes, watch, store)
-        watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
+            called = resolve_name(program) if isinstance(program, str) else program
+        world = open_world(minutes, watch, open_attempt_store(timeout))
+        watch.join(world.store, world.rank, world.gather(this_process()))
         with errors_of_machines(world):
             if mistake:
                 raise mistake
             check_gpus()
         check_same(settings(cfg), world)
         parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
-        called(cfg, arrange(world, parallel, timedelta(minutes=minutes)))
+        called(cfg, arrange(world, parallel, timeout))
         watch.end()
     except UserError as error:
         # All ranks usually find the same mistake, and one message is enough.
@@ -80,9 +93,17 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
     leave(DONE)
 
 
+def settings(cfg: Any) -> dict[str, object]:
+    """Return the settings that all machines must have alike, by `section.name`."""
+    settings = flatten(dataclasses.asdict(cfg))
+    return {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
+
+
 def describe_idle_gpu() -> str:
     """Return what keeps this machine's GPU from being used; empty: nothing, or there is none."""
-    if torch.cuda.is_available() or not has_gpu():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    has_gpu = os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
+    if torch.cuda.is_available() or is_hidden or not has_gpu:
         return ""
     if torch.version.cuda is None:
         return (
@@ -96,14 +117,79 @@ def describe_idle_gpu() -> str:
     )
 
 
-def has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA GPU that is not hidden from this process."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+def end_with_agent() -> None:
+    """Let the kernel kill this process when the torchrun that started it is gone.
+
+    A torchrun that is killed cannot end its ranks, and they would continue to train, at the same
+    time as the ranks of the torchrun that replaces it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 and not is_this_python(1):  # it was gone before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_this_python(pid: int) -> bool:
+    """Return whether a process runs this Python, as a torchrun that is a container's first does."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    except OSError:  # another user's
         return False
-    return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
-def settings(cfg: Any) -> dict[str, object]:
-    """Return the settings that all machines must have alike, by `section.name`."""
-    settings = flatten(dataclasses.asdict(cfg))
-    return {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
+def open_attempt_store(timeout: timedelta) -> dist.Store | None:
+    """Return a store of this attempt's ranks only; None: there is no agent with a store.
+
+    The ranks of all attempts share the agents' store. There those of a second attempt would find
+    the addresses of ranks that are dead. So all keys of an attempt begin with a name that rank 0
+    makes up. The number of restarts cannot be that name: it differs on a machine that joined later.
+
+    Args:
+        timeout: of the store, and of the wait for the other ranks.
+
+    Raises:
+        dist.DistError: not all ranks are there in time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timeout,
+    )
+    rank = int(os.environ["RANK"])
+    name = agree_on_name(store, rank, int(os.environ["WORLD_SIZE"]), timeout)
+    return dist.PrefixStore(f"minirl/attempt/{name}", store)
+
+
+def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a name that the living ranks agree on, whatever dead ones left in the store.
+
+    Rank 0 announces a new name. Each other rank answers with a name that it makes up, and rank 0
+    lists the answers. A rank that finds its answer in the list knows that this rank 0 is alive.
+
+    Raises:
+        dist.DistError: not all ranks are there in time.
+    """
+    made_up = uuid.uuid4().hex[:12]
+    if rank == 0:
+        store.set("minirl/newest", made_up)
+        answers = [f"minirl/answer/{made_up}/{other}" for other in range(1, world_size)]
+        store.wait(answers, timeout)
+        names = [store.get(answer).decode() for answer in answers]
+        store.set(f"minirl/answers/{made_up}", " ".join(names))
+        return made_up
+
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        newest = store.get("minirl/newest").decode()
+        store.set(f"minirl/answer/{newest}/{rank}", made_up)
+        answers_to_newest = f"minirl/answers/{newest}"
+        with contextlib.suppress(dist.DistStoreError):  # nothing came within this time
+            store.wait([answers_to_newest], RETRY)
+            if made_up in store.get(answers_to_newest).decode().split():
+                return newest
+        time.sleep(0.01)
+    raise dist.DistStoreError(f"rank {rank} waited {timeout} for rank 0 and the others")

@@ -1,118 +1,127 @@
-"""What a rank hears beside its work: signals, the ends of other ranks, and time limits.
+"""What ends a rank besides its work: signals, other ranks that end, and time limits.
 
-A thread of its own hears them, because the main thread may stand in a collective for minutes. It
-ends the process where the main thread cannot. Time limits have another thread (limits.py), and a
-process beside this one is there for code that stops all threads (guard.py). One rank says why the
-run ends; the others hear that from the store and leave in silence.
+One thread waits for signals and for the ends of other ranks, because the main thread may be in a
+collective for minutes. Another looks at time limits. The first rank that has a reason to end the
+run says it; the others read in the store that the run ends, and leave silently.
 
 Signals ask a training program to save and to leave:
 
-* The first SIGTERM, SIGUSR1, SIGINT or SIGHUP, on any rank, is a request. All ranks agree on it
-  where they meet anyway, at the end of a step.
+* The first SIGTERM, SIGUSR1, SIGINT or SIGHUP, on any rank, is a request. All ranks agree on it at
+  the end of a step, where they meet anyway.
 * A SIGINT after it ends all ranks at once. So does any signal after a SIGINT: torchrun sends SIGINT
   for the first Ctrl-C and SIGTERM for the second.
-* A SIGTERM that comes because another rank has failed is no request: torchrun ends the others so.
+* A SIGTERM that comes because another rank has failed is no request: so torchrun ends the others.
 """
 
 import contextlib
+import faulthandler
+import math
 import os
-import secrets
-import select
+import selectors
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
+from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE, write_error_file
 from minirl.base.log import printable, restore_streams, say
-from minirl.base.oversight import Oversight
-from minirl.supervise import agent, guard
-from minirl.supervise.limits import Limit, Limits
-from minirl.supervise.peers import Peer, is_alive, runs, stat_of
-
-_exit = os._exit  # Python's own. While a rank listens, `os._exit` is `Watch._refuse_exit`.
+from minirl.base.oversight import Limit, Oversight
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
-LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
+LOOK_SECONDS = 1.0  # The store is looked at so often.
+TICK_SECONDS = 0.25  # Time limits are looked at so often.
+GRACE_SECONDS = 5.0  # For the thread that looks at limits: a loaded machine is slow.
 SECONDS_TO_RECORD = 10.0  # For summary and curves of a run that fails.
-SECONDS_TO_LEAVE = 20.0  # For ranks that run to hear that all leave; a loaded machine is slow.
+SECONDS_TO_LEAVE = 20.0  # For the other ranks to see that the run ends.
+SECONDS_TO_END = 180.0  # For all that this rank does from a limit that is over to its exit.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
 # Keys of the store.
-NEWS = "minirl/news"  # Counts what was written to the keys below.
-TOLD = "minirl/told"  # Counts who wanted to say why the run ends; the first one does.
-TELLER = "minirl/teller"  # The machine of the rank that says why the run ends, and what it says.
-OVER = "minirl/over"  # The exit code with which the run ends.
-STOP = "minirl/stop"  # The name of the signal that asked for a checkpoint.
-ASKED = "minirl/asked"  # Somebody wants to know what all ranks are doing.
-DOING = "minirl/doing"  # /RANK: the reply.
+STOP = "minirl/stop"  # The rank that got a signal first, which asks for a checkpoint.
+REASON = "minirl/reason"  # Why the run ends: rank, exit code, host and text, in lines.
+OVER = "minirl/over"  # Set: all ranks leave.
 ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
 LEFT = "minirl/left"  # Counts the ranks that have left before that.
 
 
+class Process(NamedTuple):
+    """The process of a rank, as other processes of its machine find it."""
+
+    host: str
+    namespace: str  # Of process ids: containers may have one host name.
+    pid: int
+
+
+def this_process() -> Process:
+    """Return this process."""
+    return Process(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
+
+
 class Watch(Oversight):
-    """The watch of a rank; it hears nothing before `listen`.
+    """Supervises a rank, from `listen` on.
 
     Attributes:
-        goes_on: a program that ends at once can be started again with --resume.
+        can_resume: a program that ends at once can be started again with --resume.
+        rank: this one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.goes_on = False
+        self.can_resume = False
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = 1
         self._store: dist.Store | None = None
         self._has_store = False  # The store is in this process and ends with it.
-        self._peers: list[Peer] = []
-        self._secret = secrets.token_hex(16)
-        self._secrets: list[str] = []  # Of all ranks.
-        self._limits = Limits(self.rank, self._end_over_limit)
+        self._sources = selectors.DefaultSelector()  # Of signals, and of the ends of other ranks.
+        self._arming = threading.Lock()
+        self._armed_until = -math.inf  # When faulthandler ends this process; infinity: never.
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
-        self._has_replied = False
         self._ending = threading.Lock()  # Kept by the one thread that ends this process.
 
     # ----------------------------------------------------------------------------------------------
     # beginning and end
 
     def listen(self) -> None:
-        """Take signals and os._exit, and start the threads. Only the main thread may call it."""
-        vars(os)["_exit"] = partial(self._refuse_exit, os.getpid())
-        heard, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """Take signals and start the threads. Only the main thread may call it."""
+        faulthandler.register(signal.SIGUSR2, chain=False)  # Prints the stacks of all threads.
+        signals, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda number, frame: None)  # The wakeup descriptor has it.
             signal.siginterrupt(number, False)
-        self._limits.start()
-        threading.Thread(target=self._run, args=(heard,), name="watch", daemon=True).start()
+        self._sources.register(signals, selectors.EVENT_READ)
+        threading.Thread(target=self._run, args=(signals,), name="watch", daemon=True).start()
+        threading.Thread(target=self._look_at_limits, name="limits", daemon=True).start()
 
-    def join(self, store: dist.Store, rank: int, peers: list[Peer]) -> None:
-        """Hear from the other ranks, too.
+    def join(self, store: dist.Store, rank: int, processes: list[Process]) -> None:
+        """Watch the other ranks, too.
 
         Args:
-            store: of all ranks. The watch talks to it over a connection of its own, because the
-                main thread may wait in it.
-            rank: of this process.
-            peers: all ranks, in rank order. Of those on this machine it sees when they end.
+            store: the store of all ranks. The watch makes a connection of its own, because the main
+                thread may wait in this one.
+            rank: the rank of this process.
+            processes: all ranks, in rank order. The ends of those on this machine are seen.
         """
         self.rank = rank
-        self.world_size = len(peers)
-        self._secrets = [peer.secret for peer in peers]
-        here = peers[rank].host
-        self._peers = [p for p in peers if p.rank != rank and p.host == here and is_alive(p)]
-        own_store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        own_store.set_timeout(timedelta(seconds=30))
-        self._store = own_store
+        self.world_size = len(processes)
+        this = processes[rank]
+        for other, process in enumerate(processes):
+            if other != rank and process[:2] == this[:2]:
+                self._sources.register(
+                    os.pidfd_open(process.pid), selectors.EVENT_READ, (other, process)
+                )
+        clone = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        clone.set_timeout(timedelta(seconds=30))
+        self._store = clone
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._has_store = rank == 0 and not agents_store
 
@@ -123,247 +132,93 @@ class Watch(Oversight):
         if store is None:
             return
         with contextlib.suppress(dist.DistError):  # The rank that had the store has left.
-            num_ended = store.add(ENDED, 1)
-            while num_ended < self.world_size:
-                time.sleep(0.01)
+            store.add(ENDED, 1)
+            while store.add(ENDED, 0) < self.world_size:
                 self._leave_if_over(store)
-                num_ended = store.add(ENDED, 0)
-
-    def this_process(self, rank: int) -> Peer:
-        """Return this process, as the other ranks know it."""
-        pid = os.getpid()
-        began = stat_of(pid)[19]
-        return Peer(rank, socket.gethostname(), pid, began, self._limits.guard, self._secret)
+                gone = self._gone()
+                if gone and store.add(ENDED, 0) < self.world_size:
+                    self._end_without(*gone[0])
+                time.sleep(0.01)
 
     # ----------------------------------------------------------------------------------------------
     # time limits
 
-    def limit(
-        self, seconds: float, what: Callable[[], str]
-    ) -> contextlib.AbstractContextManager[Limit]:
+    @contextlib.contextmanager
+    def limit(self, seconds: float, describe: Callable[[], str]) -> Iterator[Limit]:
         """End the run if the block takes longer, as `Oversight.limit` says."""
-        return self._limits.limit(seconds, what)
+        with super().limit(seconds, describe) as limit:
+            with self._arming:  # Before the block, which may keep Python's lock from its begin.
+                self._arm(limit)
+            yield limit
 
-    def renew(self, limit: Limit) -> None:
-        """Let the time of a limit begin now."""
-        self._limits.renew(limit)
+    def _look_at_limits(self) -> None:
+        """Look at the limits until one is over, and end the run then."""
+        before = time.monotonic()
+        while True:
+            time.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            self.clock += min(now - before, 2 * TICK_SECONDS)  # More: the process was stopped.
+            before = now
+            with self._arming:
+                faulthandler.cancel_dump_traceback_later()
+                self._armed_until = math.inf
+                for limit in self.limits.copy():
+                    self._arm(limit)
+            for limit in self.limits.copy():
+                if self.clock > limit.deadline:
+                    with self._arming:
+                        self._armed_until = -math.inf  # No other limit ends the end.
+                    faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
+                    self._end_over_limit(limit)
 
-    def pause(self, limit: Limit) -> None:
-        """Let a limit wait for `renew`."""
-        self._limits.pause(limit)
+    def _arm(self, limit: Limit) -> None:
+        """Set faulthandler's timer for a limit, unless it is set for an earlier one.
+
+        Code that keeps Python's global lock stops all threads. The timer needs no lock: it prints
+        all stacks and ends the process. It counts the time in which the process is stopped by
+        SIGSTOP, too, so it is set to twice the time.
+        """
+        seconds = limit.deadline - self.clock + max(GRACE_SECONDS, limit.seconds)
+        if time.monotonic() + seconds < self._armed_until:
+            self._armed_until = time.monotonic() + seconds
+            faulthandler.dump_traceback_later(max(seconds, TICK_SECONDS), exit=True, file=2)
 
     def _end_over_limit(self, limit: Limit) -> NoReturn:
-        where = f"phase {self.phase()}, stack:\n{stack_of(limit.thread)}"
-        self.end_all(f"error: rank {self.rank}: {limit.what()}\nIt stands in {where}", BAD_INPUT)
+        frame = sys._current_frames().get(limit.thread)
+        stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame else ["  (it has ended)"]
+        self.end_all(
+            f"error: rank {self.rank}: {limit.describe()}\nIt stands in phase {self.phase()}, "
+            f"stack:\n{''.join(stack).rstrip()}",
+            BAD_INPUT,
+        )
 
     # ----------------------------------------------------------------------------------------------
     # the end of all ranks
 
-    def end_all(self, message: str, code: int) -> NoReturn:
+    def end_all(self, message: str, code: int, *, is_at_once: bool = False) -> NoReturn:
         """Say why the run ends, unless another rank has, and end this rank and all others.
 
         It can be called in any thread, and does not return. A thread that comes while another one
-        ends this rank waits for that end: its failure may be a consequence, and its exit code would
-        not be that of the reason.
+        ends this rank waits for that end: its failure may be a consequence.
+
+        Args:
+            message: the reason.
+            code: the exit code.
+            is_at_once: a signal wants the end, without waiting for a checkpoint.
         """
         self._ending.acquire()
-        store = self._store
-        is_first = True  # If the store is gone, whoever had it could not say why.
-        with contextlib.suppress(dist.DistError):
-            is_first = store is None or store.add(TOLD, 1) == 1
-        if not is_first:
-            self._leave_with_the_first(code)
-        message = printable(message)
-        self._tell_why(f"minirl: {message}")
-        restore_streams()
-        with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
-            print(f"\nminirl: {message}", file=sys.stderr, flush=True)
-        self._record("failed", message)
-        if threading.current_thread() is not threading.main_thread():
-            self.finish_writing()  # while the other ranks, which it needs, are there
-        self._leave_all(code)
-
-    def _refuse_exit(self, pid: int, code: int) -> NoReturn:
-        """Say who calls os._exit and end all ranks; with code 0 the run would look finished.
-
-        Args:
-            pid: of this rank. Its forks leave as they want.
-            code: that the caller wants to leave with.
-        """
-        if os.getpid() != pid or self._has_ended:
-            _exit(code)
-        caller = traceback.extract_stack(sys._getframe(1), limit=1)[0]
-        self.end_all(
-            f"error: rank {self.rank}: {caller.name} in {caller.filename}, line {caller.lineno}, "
-            f"called os._exit({code}), which ends a run without a checkpoint; let it return, or "
-            "raise an error",
-            code or CRASH,
-        )
-
-    def _tell_why(self, text: str) -> None:
-        """Tell torchrun, and the ranks of other machines for theirs, why the run ends."""
-        agent.tell_agent(text)
-        with contextlib.suppress(dist.DistError):
-            if self._store is not None:
-                self._store.set(TELLER, f"{socket.gethostname()}\n{text}")
-
-    def _leave_with_the_first(self, code: int) -> NoReturn:
-        """Leave as the rank that says why the run ends lets all ranks leave.
-
-        This one has failed because that one leaves, or for a reason of its own, which nobody needs.
-
-        Args:
-            code: of this rank, if the other one does not come to say its code.
-        """
-        store = self._store
-        end = time.monotonic() + SECONDS_TO_LEAVE
-        with contextlib.suppress(dist.DistError):  # The store is gone, too.
-            while store is not None and time.monotonic() < end:
-                over = self._read(store, OVER)
-                if over is not None:
-                    code = int(over)
-                    break
-                time.sleep(0.02)
-        self._leave_all(code, is_silent=True)
-
-    def _leave_all(self, code: int, *, is_silent: bool = False) -> NoReturn:
-        """Let all ranks leave. `is_silent`: another rank says why."""
-        store = self._store
-        own_code = code
-        with contextlib.suppress(dist.DistError):
-            if store is not None:
-                self._announce(store, OVER, str(code))
-                if is_silent:
-                    own_code = self._code_beside_teller(store, code)
-                store.add(LEFT, 1)
-                if self._has_store:
-                    self._wait_for_the_others(store)
-        leave(own_code)
-
-    def _code_beside_teller(self, store: dist.Store, code: int) -> int:
-        """Return the exit code of a rank that leaves because another one says why the run ends.
-
-        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
-        rank that says why, the others leave with 0. On another machine the first rank has the exit
-        code of the run, and repeats the reason for the report of torchrun there.
-        """
-        if not code or not store.check([TELLER]):
-            return code
-        host, _, text = store.get(TELLER).decode().partition("\n")
-        if host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
-            agent.tell_agent(text)
-            return code
-        return DONE
-
-    def _wait_for_the_others(self, store: dist.Store) -> None:
-        """Keep the store until the other ranks have read in it that all leave.
-
-        A rank that finds the store gone does not know why the run ends. Ranks of this machine that
-        are stopped or gone are not waited for.
-        """
-        num_elsewhere = self.world_size - 1 - len(self._peers)
-        end = time.monotonic() + SECONDS_TO_LEAVE
-        while store.add(LEFT, 0) < self.world_size and time.monotonic() < end:
-            if num_elsewhere == 0 and not any(runs(peer) for peer in self._peers):
-                return
-            time.sleep(0.02)
-
-    def wait_for_cause(self, seconds: float) -> None:
-        """Leave if another rank is, or comes to be, the reason why this one fails.
-
-        Call it when something has failed that depends on other ranks.
-        """
-        end = time.monotonic() + seconds
-        with contextlib.suppress(dist.DistError):  # The store is gone, too.
-            while self._store is not None and time.monotonic() < end:
-                self._look(self._store)
-                time.sleep(0.05)
-
-    def describe_all(self, seconds: float, error: BaseException) -> str:
-        """Return what all ranks are doing, as far as they reply in time.
-
-        Args:
-            seconds: to wait for the replies.
-            error: what has ended the work of this rank.
-        """
-        store = self._store
-        own = self._describe("".join(traceback.format_tb(error.__traceback__)[-NUM_FRAMES:]))
-        if store is None:
-            return own
-        replies = []
-        with contextlib.suppress(dist.DistError):
-            self._announce(store, ASKED, "1")
-            end = time.monotonic() + seconds
-            for rank in range(self.world_size):
-                key = f"{DOING}/{rank}"
-                if rank == self.rank:
-                    replies.append(own)
-                    continue
-                while not store.check([key]) and time.monotonic() < end:
-                    time.sleep(0.05)
-                silent = f"rank {rank} does not reply: it is stopped, or its machine is gone"
-                replies.append(store.get(key).decode() if store.check([key]) else silent)
-        return "\n".join(replies)
-
-    def _describe(self, stack: str) -> str:
-        """Return what this rank is doing: its phase, and where its main thread stands."""
-        return f"rank {self.rank} is in phase {self.phase()}, stack:\n{stack.rstrip()}"
-
-    # ----------------------------------------------------------------------------------------------
-    # the thread
-
-    def _run(self, heard: int) -> None:
-        """Hear. Bytes of `heard` are the numbers of signals."""
-        looked = time.monotonic()
-        while True:
-            ready, _, _ = select.select([heard], [], [], LOOK_SECONDS)
-            now = time.monotonic()
-            store = self._store
-            for number in os.read(heard, 64) if ready else b"":
-                if number in SIGNALS:
-                    self._take(signal.Signals(number))
-            if store is not None and not self._has_ended and now - looked >= LOOK_SECONDS:
-                looked = now
-                try:
-                    self._look(store)
-                except dist.DistError:  # The main thread will notice, and knows more.
-                    self._store = None
-
-    def _take(self, number: signal.Signals) -> None:
-        """Take a signal: it is the request, or ends all ranks."""
-        if self._has_ended or (self._ending.locked() and number == signal.SIGTERM):
-            return
-        store = self._store
-        if store is not None and number == signal.SIGTERM:
-            try:
-                self._look(store)  # leaves if another rank has failed
-            except dist.DistError:
-                leave(CRASH)  # torchrun ends the ranks beside one that had the store
-        is_second = self.requested and (number == signal.SIGINT or self._had_interrupt)
-        if is_second or not self.can_save:
-            self._end_at_once(number)
-        if number == signal.SIGINT:
-            self._had_interrupt = True
-        if not self.requested:
-            self.requested = True
-            text = f"{number.name}: the run ends after this step, with a checkpoint"
-            self._say_once(text, key=f"{STOP}/told")
-            with contextlib.suppress(dist.DistError):
-                if store is not None:
-                    self._announce(store, STOP, number.name)
-
-    def _end_at_once(self, number: signal.Signals) -> NoReturn:
-        """End all ranks without a checkpoint, as the signal asks for."""
-        self._ending.acquire()
-        hint = "; go on with --resume" if self.goes_on else ""
-        nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
-        code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
-        text = f"{number.name}: ended at once, {nothing}{hint}"
-        if self._say_once(text, key=TOLD):
-            agent.tell_agent(f"minirl: {text}")
-            self._record("stopped", text)
-            self._leave_all(code)
-        self._leave_with_the_first(code)
+        text = f"minirl: {printable(message)}"
+        reason = f"{self.rank}\n{code}\n{socket.gethostname()}\n{text}"
+        is_first = self._set_first(REASON, reason) == reason
+        if is_first:
+            write_error_file(text)
+            restore_streams()
+            with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
+                print(f"\n{text}", file=sys.stderr, flush=True)
+            self._record("stopped" if is_at_once else "failed", printable(message))
+            if threading.current_thread() is not threading.main_thread() and not is_at_once:
+                self.finish_writing()  # while the other ranks, which it needs, are there
+        self._leave_all(code, is_first=is_first)
 
     def _record(self, state: str, reason: str) -> None:
         """Note how the run ends, if the file system lets us in time."""
@@ -371,85 +226,127 @@ class Watch(Oversight):
         recorder.start()
         recorder.join(SECONDS_TO_RECORD)
 
-    def _say_once(self, message: str, key: str) -> bool:
-        """Print a line, unless another rank has; return whether this one was the first.
+    def _set_first(self, key: str, value: str) -> str:
+        """Return what the first rank has set a key to; without a store, `value`."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):  # Who had the store could not say why.
+                return self._store.compare_set(key, "", value).decode(errors="replace")
+        return value
 
-        `key` of the store counts who wanted to.
+    def _leave_all(self, code: int, *, is_first: bool) -> NoReturn:
+        """Let all ranks leave, or wait until another rank lets them, and leave.
+
+        Args:
+            code: the exit code of this rank. Another rank's reason has another one.
+            is_first: this rank has said why the run ends.
         """
         store = self._store
-        is_first = True
-        with contextlib.suppress(dist.DistError):
-            is_first = store is None or store.add(key, 1) == 1
-        if is_first:
-            with contextlib.suppress(OSError, ValueError):
-                say(message)
-        return is_first
+        with contextlib.suppress(dist.DistError):  # The store is gone, too.
+            if store is not None:
+                if is_first:
+                    store.set(OVER, "")
+                else:
+                    _wait_until(lambda: store.check([OVER]))
+                    code = self._code_of_another(store)
+                store.set(f"{LEFT}/{self.rank}", "")
+                if self._has_store:
+                    # A rank that finds the store gone would not know why the run ends.
+                    _wait_until(lambda: self._have_others_left(store))
+        leave(code)
 
-    def _look(self, store: dist.Store) -> None:
-        """Look at what others have written, and whether those of this machine are alive."""
-        dead = [peer for peer in self._peers if not is_alive(peer)]
-        if store.add(NEWS, 0):
-            self._leave_if_over(store)
-            if self._read(store, STOP):
-                self.requested = True
-            if not self._has_replied and self._read(store, ASKED):
-                self._has_replied = True
-                main = threading.main_thread().ident
-                assert main is not None
-                store.set(f"{DOING}/{self.rank}", self._describe(stack_of(main)))
-        if dead and not self._has_ended:
-            peer = dead[0]
-            if guard.has_told(peer.guard):
-                self._ending.acquire()
-                self._leave_all(BAD_INPUT)
-            self.end_all(
-                f"error: rank {peer.rank} (process {peer.pid} on {peer.host}) is gone without a "
-                "word: it was killed, by hand or by the kernel for its memory (see dmesg), or it "
-                "crashed; what it printed last, or its log, may say why",
-                CRASH,
-            )
+    def _have_others_left(self, store: dist.Store) -> bool:
+        gone = [rank for rank, _ in self._gone()]
+        left = [f"{LEFT}/{rank}" for rank in range(self.world_size) if rank not in gone]
+        return store.check(left)
 
     def _leave_if_over(self, store: dist.Store) -> None:
         """Leave if another rank has let all ranks leave and no thread of this one is ending it."""
-        over = self._read(store, OVER)
-        if over is None or not self._ending.acquire(blocking=False):
-            return
-        code = CRASH
-        with contextlib.suppress(dist.DistError):  # The rank that had the store has left.
-            code = self._code_beside_teller(store, int(over))
-            store.add(LEFT, 1)
-        leave(code)
+        if store.check([OVER]) and self._ending.acquire(blocking=False):
+            self._leave_all(CRASH, is_first=False)
 
-    def _announce(self, store: dist.Store, key: str, value: str) -> None:
-        """Set a key for the other ranks, signed, and let them know."""
-        store.set(key, f"{self.rank} {self._secret} {value}")
-        store.add(NEWS, 1)
+    def _code_of_another(self, store: dist.Store) -> int:
+        """Return the exit code of a rank that leaves because another one has said why.
 
-    def _read(self, store: dist.Store, key: str) -> str | None:
-        """Return what a rank has announced; None: nothing, or it was somebody else.
-
-        The store listens on all interfaces, and takes whatever anybody writes there.
+        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
+        rank that said why, the others leave with 0. On another machine the first rank has the exit
+        code of the run, and repeats the reason for the report of torchrun there.
         """
-        if not store.check([key]):
-            return None
-        announced = store.get(key).decode(errors="replace")
-        for rank, secret in enumerate(self._secrets):
-            signature = f"{rank} {secret} "
-            if announced.startswith(signature):
-                return announced.removeprefix(signature)
-        return None
+        _, code, host, text = store.get(REASON).decode(errors="replace").split("\n", 3)
+        if int(code) and host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
+            write_error_file(text)
+            return int(code)
+        return DONE
+
+    # ----------------------------------------------------------------------------------------------
+    # the thread that waits for signals and for other ranks
+
+    def _run(self, signals: int) -> None:
+        """Wait, until all ranks have done their work. Bytes of `signals` are signals' numbers."""
+        looked = time.monotonic()
+        while not self._has_ended:
+            ready = [key for key, _ in self._sources.select(LOOK_SECONDS)]
+            gone = self._gone()
+            if gone and not self._has_ended:
+                self._end_without(*gone[0])
+            if any(key.fd == signals for key in ready):
+                for number in os.read(signals, 64):
+                    if number in SIGNALS:
+                        self._take(signal.Signals(number))
+            if self._store is not None and time.monotonic() - looked >= LOOK_SECONDS:
+                looked = time.monotonic()
+                try:
+                    self._leave_if_over(self._store)
+                    if self._store.check([STOP]):
+                        self.requested = True
+                except dist.DistError:  # The main thread will notice, and knows more.
+                    self._store = None
+
+    def _gone(self) -> list[tuple[int, Process]]:
+        """Return the ranks of this machine that have ended, with their processes."""
+        return [key.data for key, _ in self._sources.select(0) if key.data]
+
+    def _end_without(self, rank: int, process: Process) -> NoReturn:
+        """End all ranks because one has ended, unless it left because another lets all leave."""
+        with contextlib.suppress(dist.DistError):
+            if self._store is not None:
+                self._leave_if_over(self._store)
+        self.end_all(
+            f"error: rank {rank} (process {process.pid} on {process.host}) is gone without a "
+            "word: it was killed, by hand or by the kernel for its memory (see dmesg), or it "
+            "crashed; what it printed last, or its log, may say why",
+            CRASH,
+        )
+
+    def _take(self, number: signal.Signals) -> None:
+        """Take a signal: it is the request, or ends all ranks."""
+        if self._has_ended or (self._ending.locked() and number == signal.SIGTERM):
+            return
+        if self._store is not None and number == signal.SIGTERM:
+            try:
+                self._leave_if_over(self._store)  # another rank has failed
+            except dist.DistError:
+                leave(CRASH)  # torchrun ends the other ranks when that with the store has failed
+        is_second = self.requested and (number == signal.SIGINT or self._had_interrupt)
+        if is_second or not self.can_save:
+            nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
+            hint = "; continue with --resume" if self.can_resume else ""
+            code = DONE if self.can_resume and not self.requested else BY_SIGNAL + number
+            text = f"{number.name}: ended at once, {nothing}{hint}"
+            self.end_all(text, code, is_at_once=True)
+        if number == signal.SIGINT:
+            self._had_interrupt = True
+        if not self.requested:
+            self.requested = True
+            if self._set_first(STOP, str(self.rank)) == str(self.rank):
+                with contextlib.suppress(OSError, ValueError):
+                    say(f"{number.name}: the run ends after this step, with a checkpoint")
 
 
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing: the watch has read the signal from the wakeup descriptor."""
-
-
-def stack_of(thread: int) -> str:
-    """Return the innermost frames of a thread's Python stack."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "  (the thread has ended)"
-    return "".join(traceback.format_stack(frame)[-NUM_FRAMES:]).rstrip()
+def _wait_until(happened: Callable[[], bool]) -> None:
+    """Wait for it, not longer than ranks may take to leave."""
+    end = time.monotonic() + SECONDS_TO_LEAVE
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def leave(code: int) -> NoReturn:
@@ -461,4 +358,4 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             stream.flush()
-    _exit(code)
+    os._exit(code)
