@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import fits
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
-from minirl.checkpoint.folder import plan_folder
+from minirl.checkpoint.exporting import plan_folder
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 WEIGHTS_OF_A_LAYER = 11

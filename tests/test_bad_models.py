@@ -17,7 +17,7 @@ from in_memory import ALONE
 from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
 from minirl.checkpoint import lock
-from minirl.checkpoint.folder import plan_folder, write_companions
+from minirl.checkpoint.exporting import plan_folder, write_companions
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig

@@ -14,13 +14,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-import minirl.checkpoint.folder
 import tiny
 from benchmarks import growth_save
 from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.base.errors import UserError
-from minirl.checkpoint.folder import plan_folder, spread, write_companions
+from minirl.checkpoint import exporting
+from minirl.checkpoint.exporting import plan_folder, spread, write_companions
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import families
 from minirl.train.policy import Policy
@@ -188,7 +188,7 @@ def export_with_a_bug(mesh, folder, output):
         def divide(*args, **_):
             raise ZeroDivisionError("a bug")
 
-        minirl.checkpoint.folder.save_file = divide
+        exporting.save_file = divide
     try:
         policy = Policy(PolicyConfig(), folder, mesh)
         checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
@@ -222,7 +222,7 @@ def export_until_killed(mesh, folder, output, when):
             os._exit(9)
 
     if when == "writing":
-        minirl.checkpoint.folder.save_file = die_half_way
+        exporting.save_file = die_half_way
     else:
         shutil.rmtree = die
     checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)

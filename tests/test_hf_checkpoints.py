@@ -55,7 +55,7 @@ def test_it_is_the_model_of_its_step(folder, tmp_path, background):
 
 
 def find_whole(mesh, run):
-    return checkpoint.find_whole(run, mesh)
+    return checkpoint.resume(run, mesh, str)[0]
 
 
 def test_it_stays_and_goes_with_its_checkpoint(folder, tmp_path):
@@ -82,7 +82,7 @@ def interrupt(mesh, folder, run, how):
         raise OSError(28, "No space left on device")
 
     if mesh.rank == 0:  # which writes the only file
-        state.write_own = stop
+        state.write_files_of_rank = stop
     saver.save(2, {"note": 7})
     saver.wait()
 

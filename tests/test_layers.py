@@ -71,7 +71,7 @@ DOORS = {
     "fla": ("model/hybrid/fla_package.py",),
     "causal_conv1d": ("model/hybrid/fla_package.py",),
     "liger_kernel": ("model/fused.py",),
-    "huggingface_hub": ("model/build.py", "checkpoint/folder.py"),
+    "huggingface_hub": ("model/build.py", "checkpoint/exporting.py"),
     "safetensors": ("model/*", "checkpoint/*"),
     "torch.utils.tensorboard": ("run/log.py",),
     "torch.distributed.fsdp": ("parallel/*", "plan/dryrun.py"),

@@ -27,9 +27,8 @@ import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
 from minirl.base.errors import UserError
-from minirl.base.files import Checksum, checksum_of, partial_of, publish_folder, write_whole
-from minirl.checkpoint import changes, checksums, finding, lock, reading, state
-from minirl.checkpoint import random_states as keeping
+from minirl.base.files import partial_of, publish_folder, write_whole
+from minirl.checkpoint import changes, finding, lock, reading, state
 from minirl.checkpoint.commands import export_checkpoint
 from minirl.config.parse import save_config
 from minirl.config.policy import PolicyConfig
@@ -72,6 +71,11 @@ def flip(path):
     path.write_bytes(content)
 
 
+def flip_begin(path):
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
 def empty(path):
     path.write_bytes(b"")
 
@@ -90,11 +94,10 @@ def as_folder(path):
 
 
 def leave_out(path, name):
-    """Take a file out of the list, with a checksum that fits."""
-    listed = json.loads(path.read_text())["files"]
+    """Take a file out of the list."""
+    listed = json.loads(path.read_text())
     del listed[name]
-    crc = checksums._crc_of_list(listed)
-    path.write_text(json.dumps({"crc32": crc, "files": listed}))
+    path.write_text(json.dumps(listed))
 
 
 def without(name):
@@ -108,23 +111,27 @@ FILES = (
     "state/__1_0.distcp",
     "random-0.json",
     "random-1.json",
-    "checksums.json",
+    "sizes.json",
 )
 # (file, damage, what the line says of it)
 DAMAGES = [
     *((file, cut, file) for file in FILES),
-    *((file, flip, file) for file in FILES),
     *((file, empty, file) for file in FILES),
     *((file, remove, f"{file} is missing") for file in FILES),
+    # What has its size is noticed when it is read.
+    ("state/.metadata", flip_begin, "state/.metadata cannot be read"),
+    ("state/__0_0.distcp", flip, "state cannot be read (rank "),
+    ("state/__1_0.distcp", flip, "state cannot be read (rank "),
+    ("progress.json", flip_begin, "progress.json cannot be read"),
+    ("random-0.json", flip_begin, "random-0.json holds no states"),
+    ("random-1.json", flip_begin, "random-1.json holds no states"),
     ("progress.json", replace('{"other": "keys"}'), "progress.json has 17 bytes and not"),
     ("state/.metadata", replace("garbage"), "state/.metadata has 7 bytes and not"),
     ("random-0.json", as_folder, "random-0.json"),
-    ("checksums.json", replace("[1, 2]"), "checksums.json"),
-    ("checksums.json", replace("{}"), "checksums.json"),
-    ("checksums.json", replace("[" * 100_000), "checksums.json"),
-    ("checksums.json", replace('{"crc32": 1, "files": {}}'), "another checksum than was written"),
-    ("checksums.json", without("progress.json"), "does not list progress.json"),
-    ("checksums.json", without("state/.metadata"), "does not list state/.metadata"),
+    ("sizes.json", replace("[1, 2]"), "does not list progress.json"),
+    ("sizes.json", replace("[" * 100_000), "sizes.json is damaged: RecursionError"),
+    ("sizes.json", without("progress.json"), "does not list progress.json"),
+    ("sizes.json", without("state/.metadata"), "does not list state/.metadata"),
 ]
 
 
@@ -141,9 +148,19 @@ def save_two(mesh, folder, run):
     return states[0]
 
 
-def find_after(mesh, run, damages):
+def resume(mesh, folder, run):
+    """Load the newest checkpoint that is whole."""
+    policy = make(mesh, folder, False)
+    found, saved = checkpoint.resume(
+        run, mesh, lambda path: checkpoint.load_checkpoint(path, policy)
+    )
+    return found.name, saved["progress"], policy
+
+
+def find_after(mesh, folder, run, damages):
     """For each damage what is found, what is said, and which folders are there then."""
     results = []
+    policy = make(mesh, folder, False)
     said = []
     finding.say = said.append
     for number, (file, damage, _) in enumerate(damages):
@@ -152,7 +169,9 @@ def find_after(mesh, run, damages):
             shutil.copytree(run, copy)
             damage(copy / "checkpoints/step-2" / file)
         mesh.barrier()
-        found = checkpoint.find_whole(copy, mesh)
+        found, _ = checkpoint.resume(
+            copy, mesh, lambda path: checkpoint.load_checkpoint(path, policy)
+        )
         names = sorted(path.name for path in (copy / "checkpoints").iterdir())
         results.append((found.name, list(said), names))
         said.clear()
@@ -170,15 +189,13 @@ def other_newest(mesh, folder, run):
         (checkpoints / "step-101.partial").mkdir()
         flip(checkpoints / "step-2/state/__1_0.distcp")
     mesh.barrier()
-    found = checkpoint.find_whole(run, mesh)
-    policy = make(mesh, folder, False)
-    progress = checkpoint.load_checkpoint(found, policy)["progress"]
+    found, progress, policy = resume(mesh, folder, run)
     loaded = whole(state.state_dict_of(policy))
 
     saver = checkpoint.Saver(run, CheckpointConfig(), policy)
     with saver:  # the step of the damaged one is written again
         saver.save(2, {})
-    again = checkpoint.find_whole(run, mesh)
+    again, _, _ = resume(mesh, folder, run)
     mesh.barrier()
 
     if mesh.rank == 0:
@@ -187,11 +204,11 @@ def other_newest(mesh, folder, run):
     mesh.barrier()
     refused = ""
     try:
-        checkpoint.find_whole(run, mesh)
+        resume(mesh, folder, run)
     except UserError as error:
         refused = str(error)
     left = sorted(path.name for path in checkpoints.iterdir())
-    return found.name, said, progress, loaded, again.name, refused, left
+    return found, said, progress, loaded, again, refused, left
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +223,13 @@ def saved(tmp_path_factory):
 def test_a_damaged_checkpoint_is_left_out_with_one_line_that_names_the_file(saved, tmp_path):
     model, run, first = saved
     shutil.copytree(run, tmp_path / "run")
-    of_ranks = ranks(2, find_after, tmp_path / "run", DAMAGES)
+    of_ranks = ranks(2, find_after, model, tmp_path / "run", DAMAGES)
     for (file, damage, says), (found, said, names), (_, other, _) in zip(
         DAMAGES, *of_ranks, strict=True
     ):
         assert found == "step-1", (file, damage)
         assert len(said) == 1 and says in said[0] and "step-2 is damaged" in said[0], said
-        assert "going on from step-1" in said[0] and other == []
+        assert "resuming from step-1" in said[0] and other == []
         assert names == ["step-1", "step-2.damaged"]
 
     found, said, progress, loaded, again, refused, left = ranks(
@@ -220,22 +237,22 @@ def test_a_damaged_checkpoint_is_left_out_with_one_line_that_names_the_file(save
     )[0]
     assert found == "step-1" and progress == {"step": 1}
     assert differences(first, loaded) == []
-    assert len(said) == 2 and "checksums.json is missing" in said[0] and "step-99" in said[0]
-    assert "state/__1_0.distcp does not hold what was written" in said[1]
+    assert len(said) == 2 and "sizes.json is missing" in said[0] and "step-99" in said[0]
+    assert "state cannot be read (rank " in said[1]
     assert again == "step-2"
     assert "no checkpoint" in refused and "step-1: progress.json has" in refused
-    assert "step-2: progress.json has" in refused and "to begin anew" in refused
+    assert "step-2: progress.json has" in refused and "to begin again" in refused
     assert left == ["step-1", "step-100", "step-2", "step-2.damaged", "step-99.damaged"]
 
 
-def test_the_list_has_every_file_with_its_checksum(saved):
+def test_the_list_has_every_file_with_its_size(saved):
     _, run, _ = saved
     folder = run / "checkpoints/step-2"
-    listed = checksums.read_checksums(folder)
+    listed = json.loads((folder / "sizes.json").read_text())
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert set(listed) == there - {"checksums.json"} == set(FILES) - {"checksums.json"}
-    for name, expected in listed.items():
-        assert checksum_of(folder / name) == expected
+    assert set(listed) == there - {"sizes.json"} == set(FILES) - {"sizes.json"}
+    for name, size in listed.items():
+        assert (folder / name).stat().st_size == size
 
 
 def export_with(mesh, run, damage, flags):
@@ -255,11 +272,11 @@ def test_export_takes_the_newest_that_is_whole(saved, tmp_path):
     cfg = RLConfig(output=str(run))
     cfg.policy.model = str(model)
     cfg.policy.dtype = "float32"  # a run's config.yaml says what auto stood for
-    damage = ("state/__1_0.distcp", flip)
+    damage = ("state/__1_0.distcp", cut)
     for number, (best, flags, says) in enumerate(
         (
             (None, {}, None),
-            (None, {"step": 2}, "step-2 is damaged .state/__1_0.distcp does not hold"),
+            (None, {"step": 2}, "step-2 is damaged .state/__1_0.distcp has"),
             ('{"step": 2, "metric": "x", "value": 1.0}', {"best": True}, "step-2 is damaged"),
             ("{garbage", {"best": True}, "best.json is damaged"),
             ('{"step": "2", "metric": "x", "value": 1.0}', {"best": True}, "best.json is damaged"),
@@ -300,7 +317,7 @@ def test_where_checkpoints_belong_is_something_else(tmp_path):
 
 
 def find_only(mesh, run):
-    return checkpoint.find_whole(run, mesh)
+    return checkpoint.resume(run, mesh, str)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,8 +342,8 @@ def die(mesh, folder, run, moment):
         dcp.FileSystemWriter.write_data = killed
     if moment == "metadata":
         dcp.FileSystemWriter.finish = killed
-    if moment == "checksums":
-        state.write_checksums = killed
+    if moment == "sizes":
+        state.write_sizes = killed
     if moment == "rename":
         Path.rename = killed
     if moment == "rotate":
@@ -350,7 +367,7 @@ MOMENTS = {
     "small files": "step-1",
     "state": "step-1",
     "metadata": "step-1",
-    "checksums": "step-1",
+    "sizes": "step-1",
     "rename": "step-1",
     "rotate": "step-2",
     "in rotate": "step-2",
@@ -359,9 +376,8 @@ MOMENTS = {
 
 
 def go_on(mesh, folder, run):
-    found = checkpoint.find_whole(run, mesh)
-    progress = checkpoint.load_checkpoint(found, make(mesh, folder, False))["progress"]
-    return found.name, progress, finding.find_best(run)
+    found, progress, _ = resume(mesh, folder, run)
+    return found, progress, finding.find_best(run)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -433,7 +449,7 @@ class Evil:
 
 
 def write_evil(mesh, folder, run, mark, place):
-    """Put code into a checkpoint, with the checksums that belong to it."""
+    """Put code into a checkpoint, with the sizes that belong to it."""
     newest = checkpoint.find(run)
     if place == ".metadata":
         (newest / "state/.metadata").write_bytes(pickle.dumps(Evil(mark)))
@@ -454,15 +470,12 @@ def write_evil(mesh, folder, run, mark, place):
         dcp.save(saved, checkpoint_id=newest / "state")
     else:
         (newest / place).write_bytes(pickle.dumps(Evil(mark)))
-    names = [str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()]
-    files = {name: checksum_of(newest / name) for name in names if name != checksums.NAME}
-    checksums.write_checksums(newest, files)
-    return checkpoint.find_whole(run, mesh).name
+    finding.write_sizes(newest, finding.sizes_of_rank(newest, 0))
+    return finding.find_damage(newest)
 
 
 def read_evil(mesh, folder, run):
-    newest = checkpoint.find_whole(run, mesh)
-    checkpoint.load_checkpoint(newest, make(mesh, folder, False))
+    checkpoint.load_checkpoint(checkpoint.find(run), make(mesh, folder, False))
 
 
 @pytest.mark.parametrize(
@@ -479,10 +492,10 @@ def test_what_somebody_put_into_a_checkpoint_does_not_run(saved, tmp_path, place
     model, run, _ = saved
     copy, mark = tmp_path / "run", tmp_path / "it ran"
     shutil.copytree(run, copy)
-    assert ranks(1, write_evil, model, copy, mark, place) == ["step-2"]
+    assert ranks(1, write_evil, model, copy, mark, place) == [""]
     with pytest.raises(RankFailed, match=f"(?s){says}") as failed:
         ranks(1, read_evil, model, copy)
-    assert failed.value.kind == "UserError" and not mark.exists()
+    assert failed.value.kind == "Unreadable" and not mark.exists()
     cfg = RLConfig(output=str(copy))
     cfg.policy.model = str(model)
     cfg.policy.dtype = "bfloat16"  # as a run writes it
@@ -492,7 +505,7 @@ def test_what_somebody_put_into_a_checkpoint_does_not_run(saved, tmp_path, place
     else:
         with pytest.raises(RankFailed, match=f"(?s){says}") as failed:
             ranks(1, export_with, copy, None, {})
-        assert failed.value.kind == "UserError"
+        assert failed.value.kind == "Unreadable"
     assert not mark.exists()
 
 
@@ -548,9 +561,9 @@ def random_states(mesh):
         return random.gauss(0, 1), np.random.standard_normal(), torch.rand(3).tolist()
 
     draw()
-    saved = json.loads(json.dumps(keeping.random_states()))
+    saved = json.loads(json.dumps(state.random_states()))
     first = draw()
-    keeping.set_random_states(saved)
+    state.set_random_states(saved)
     return first, draw()
 
 
@@ -930,7 +943,7 @@ def log_until_gone(mesh, folder):
 def test_a_full_disk_is_one_message_and_the_run_goes_on_with_room(tmp_path):
     said, size, steps, console = ranks(1, log_until_full, tmp_path)[0]
     assert "rank 0 in phase start: a file cannot be written: [Errno 27]" in said
-    assert f"Make room (output = {str(tmp_path)!r})" in said and "goes on with --resume" in said
+    assert f"Make room (output = {str(tmp_path)!r})" in said and "continues with --resume" in said
     assert size <= 6_000 and steps == [*range(len(steps) - 1), 20] and len(steps) > 15
     assert "Traceback" not in console
 
@@ -953,16 +966,3 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, "new")
     assert path.read_text() == "old"
-
-
-def test_a_stream_counts_what_it_writes(tmp_path):
-    counted: dict[str, Checksum] = {}
-    files = checksums._CountingFileSystem(counted)
-    with files.create_stream(tmp_path / "a.tmp", "wb") as stream:
-        stream.write(b"abc")
-        stream.write(memoryview(np.arange(4, dtype=np.int64)))
-        assert stream.tell() == 35
-        os.fsync(stream.fileno())
-        assert (tmp_path / "a.tmp").stat().st_size == 35  # flushed before the sync
-    files.rename(tmp_path / "a.tmp", tmp_path / "a")
-    assert counted == {"a": checksum_of(tmp_path / "a")}

@@ -1,17 +1,22 @@
 """Files and folders that are there as a whole or not at all, also after a power cut.
 
-What is new is written beside its final name, brought to the disk, and then renamed. A rename is one
+What is new is written under another name, brought to the disk, and then renamed. A rename is one
 act of the file system: whoever looks sees the old one or the new one.
+
+When one of several ranks cannot write, the ranks exchange what has failed, and all raise the same
+error.
 """
 
 import errno
 import os
 import shutil
-import zlib
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-# What a disk does that has no room, is broken, or is not there any more.
+from minirl.base.errors import UserError, require
+
+# Errors of a disk that has no room, is broken, or is not there any more.
 DISK_FAILURES = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -22,14 +27,7 @@ DISK_FAILURES = (
 )
 
 
-class Checksum(NamedTuple):
-    """What a file should hold."""
-
-    size: int  # Bytes.
-    crc32: int
-
-
-def write_synced(path: Path, data: bytes) -> Checksum:
+def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and bring it to the disk; for files of a folder that is renamed later.
 
     What had the name is removed: to open a link would empty the file that it points to.
@@ -39,7 +37,6 @@ def write_synced(path: Path, data: bytes) -> Checksum:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return Checksum(len(data), zlib.crc32(data))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -59,17 +56,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sync_file(path: Path) -> None:
-    """Bring a file, which somebody else has written and closed, to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def sync_files(folder: Path) -> None:
-    """Bring the files of a folder to the disk."""
+    """Bring the files of a folder, which others have written and closed, to the disk."""
     for path in folder.iterdir():
         if path.is_file():
             sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file, which another library has written and closed, to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:
@@ -89,7 +86,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def publish_folder(folder: Path) -> None:
-    """Give the folder at `partial_of(folder)`, whose files are on the disk, its name.
+    """Give the folder at `partial_of(folder)`, which is on the disk with its files, its name.
 
     Whenever this is killed, what has the name is whole.
     """
@@ -103,12 +100,43 @@ def publish_folder(folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def checksum_of(path: Path) -> Checksum:
-    """Return the checksum of what a file holds now."""
-    size = 0
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-    return Checksum(size, crc)
+def describe_failure(error: BaseException | None, rank: int) -> str:
+    """Return the text of a failed write for all ranks, with a traceback if it is a bug.
+
+    Args:
+        error: what was raised; None: nothing, and the text is empty.
+        rank: the rank that failed.
+    """
+    if error is None:
+        return ""
+    if isinstance(error, OSError):
+        return f"rank {rank}: {type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        return f"rank {rank}: {error}"
+    return f"rank {rank}: {''.join(traceback.format_exception(error))}"
+
+
+def attempt(write: Callable[[], object], rank: int) -> str:
+    """Write, and return what the file system refused; empty: it is written."""
+    try:
+        write()
+    except OSError as error:
+        return describe_failure(error, rank)
+    return ""
+
+
+def require_written(path: Path, partial: Path, failures: list[str]) -> None:
+    """Raise UserError if a rank has failed. Ranks that give the same raise the same.
+
+    Args:
+        path: what should have been written.
+        partial: where it is while it is not whole.
+        failures: texts of `attempt` on all ranks.
+    """
+    found = "; ".join(failure for failure in failures if failure)
+    require(
+        not found,
+        f"{path} could not be written ({found}). If the disk is full, make room there and continue "
+        "with --resume, or name another output folder. "
+        f"{partial} is not whole, and nothing will read it",
+    )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm import tqdm
 
-# A point of time: in seconds of the host, or on the device, whose kernels run behind the host.
+# A point of time: in seconds of the host, or of the device, where kernels run later.
 Moment = float | torch.cuda.Event
 
 

@@ -65,10 +65,10 @@ def parse_json(text: str) -> Any:
 
 
 def check_value(value: object, text: str) -> None:
-    """Raise ValueError for a JSON value that later steps cannot take.
+    """Raise ValueError for a JSON value that is nested too deep or has half a character.
 
     Args:
-        value: nested too deep, or with a text that `why_no_text` refuses.
+        value: the value.
         text: what it was parsed from. Few texts have what such values need, so most are not
             looked through.
     """
@@ -107,7 +107,7 @@ def why_no_text(text: str) -> str:
 
 @contextlib.contextmanager
 def library_reads(what: str) -> Iterator[None]:
-    """Raise anything that a library raises in the block as a UserError.
+    """Raise whatever a library raises in the block as a UserError.
 
     The parsers of model folders and images raise whatever comes when a file is broken.
 

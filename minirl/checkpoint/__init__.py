@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minirl.checkpoint.exporting import Exporter, export
-    from minirl.checkpoint.finding import drop_references, find, find_whole, finished
+    from minirl.checkpoint.finding import drop_references, find, finished, resume
     from minirl.checkpoint.state import Saver, load_checkpoint, restore
 
 __all__ = [
@@ -18,15 +18,15 @@ __all__ = [
     "drop_references",
     "export",
     "find",
-    "find_whole",
     "finished",
     "load_checkpoint",
     "restore",
+    "resume",
 ]
 
 FILES = {
     "exporting": ("Exporter", "export"),
-    "finding": ("drop_references", "find", "find_whole", "finished"),
+    "finding": ("drop_references", "find", "finished", "resume"),
     "state": ("Saver", "load_checkpoint", "restore"),
 }
 

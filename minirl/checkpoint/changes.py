@@ -10,8 +10,8 @@ from minirl.base.reading import is_file
 from minirl.config.parse import flatten, load_config
 from minirl.config.shared import TrainingConfig
 
-# Settings of another run -> what they decide. Steps, examples and tickets count from the begin of
-# the run, so those that say how many belong to a step decide which rows come next.
+# Settings that make another run -> what they decide. Steps, examples and tickets are counted from
+# the begin of the run, so settings of how many belong to a step decide which rows come next.
 FIXED = {
     "seed": "the order of the rows and all samples",
     "data.*": "what the run trains on",
@@ -24,12 +24,12 @@ FIXED = {
     "critic.freeze": "which weights the optimizer's state is of",
     "policy.lora.*": "which weights are trained",
     "critic.lora.*": "which weights are trained",
-    "critic.share_base": "the model beside the policy",
-    "ref.model": "the model beside the policy",
+    "critic.share_base": "another model of the run",
+    "ref.model": "another model of the run",
     "sft.num_steps": "the model that RL begins with",
-    "critic.model": "the model beside the policy",
-    "reward.model": "the model beside the policy",
-    "reference": "the model beside the policy",
+    "critic.model": "another model of the run",
+    "reward.model": "another model of the run",
+    "reference": "another model of the run",
 }
 # Where a run is and how it is started is no setting of it.
 IGNORED = ("output", "resume")
@@ -85,17 +85,12 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
         now = new.get(name)
         if name in IGNORED or before == now:
             continue
-        _refuse_if_fixed(name, before, now, path)
+        for pattern, decided in FIXED.items():
+            require(
+                not fnmatch(name, pattern),
+                f"resume: {name} = {now!r}, and the run was begun with {before!r}: it decides "
+                f"{decided}; set it as it was, or start in another output folder (if it is the "
+                f"same thing at another place, change {path}, too)",
+            )
         changed.append(f"{name} {before!r} -> {now!r}")
     return changed
-
-
-def _refuse_if_fixed(name: str, old: object, new: object, path: Path) -> None:
-    """Raise UserError for a change that makes another run."""
-    for pattern, decided in FIXED.items():
-        require(
-            not fnmatch(name, pattern),
-            f"resume: {name} = {new!r}, and the run was begun with {old!r}: it decides {decided}; "
-            f"set it as it was, or start in another output folder (if it is the same thing at "
-            f"another place, change {path}, too)",
-        )

@@ -1,4 +1,7 @@
-"""What `python -m minirl.checkpoint` does: export a checkpoint, and merge an adapter."""
+"""What `python -m minirl.checkpoint` does: export a checkpoint, and merge an adapter.
+
+An adapter is merged a file at a time, without a model in memory.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +11,28 @@ from torch import Tensor
 
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
-from minirl.checkpoint.checksums import find_damage
-from minirl.checkpoint.exporting import Exporter, publish_adapter
-from minirl.checkpoint.finding import describe_damages, finished, newest_whole, read_best
-from minirl.checkpoint.folder import plan_folder
-from minirl.checkpoint.merging import Base, write_merged
+from minirl.checkpoint.exporting import Exporter, plan_folder, publish_adapter
+from minirl.checkpoint.finding import (
+    describe_damages,
+    find_damage,
+    finished,
+    read_best,
+    read_newest,
+)
 from minirl.checkpoint.reading import read_state, saved_shapes
+from minirl.config.lora import LoraConfig
 from minirl.config.named import check_run
 from minirl.config.parse import load_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
-from minirl.model import build, loading
-from minirl.model.adapters import files
+from minirl.model import build, families, loading
+from minirl.model.adapters import files, lora, nf4
+from minirl.model.adapters.merge import merge as merge_weight
+from minirl.model.build import CausalModel
 from minirl.model.weight_files import open_weights
+from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.tensor import LORA_A, LORA_B
 
 
 def choose(run: Path, step: int | None, best: bool) -> Path:
@@ -68,25 +79,27 @@ def choose_whole(run: Path, step: int | None, best: bool, mesh: Mesh) -> Path:
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
-    chosen = choose(run, step, best)
     if step is not None or best:
-        damage = find_damage(chosen, mesh)
-        require(not damage, f"{chosen} is damaged ({damage}); use another one of {run} by --step")
+        with errors_of_all(mesh):
+            chosen = choose(run, step, best)
+            damage = find_damage(chosen)
+            require(
+                not damage, f"{chosen} is damaged ({damage}); use another one of {run} by --step"
+            )
         return chosen
-    whole, damages = newest_whole(run, mesh)
-    told = describe_damages(damages)
-    if whole is None:
-        raise UserError(f"no checkpoint of {run} is whole ({told})")
+    found, damages = read_newest(run, mesh, lambda path: None)
+    if found is None:
+        raise UserError(f"no checkpoint of {run} is whole ({describe_damages(damages)})")
     if damages and mesh.rank == 0:
-        say(f"exporting {whole}, because newer ones are damaged ({told})")
-    return whole
+        say(f"exporting {found[0]}, because newer ones are damaged ({describe_damages(damages)})")
+    return found[0]
 
 
 def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     """Export a checkpoint of a run.
 
-    Each rank reads the weights of its own files: no model is built, no optimizer state is loaded.
-    Before that the ranks share the checkpoint's files and compare them with their checksums.
+    Each rank reads the weights of the files that it writes: no model is built, no optimizer state
+    is loaded.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or the output folder exists.
@@ -110,14 +123,21 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     _require_new(output)
     mesh.barrier()  # all ranks have looked
 
-    if policy.lora.rank:
-        base = _read_adapted(checkpoint, source, policy)
+    if not policy.lora.rank:
+        _export_whole(checkpoint, source, policy, output, mesh)
+    else:
+        has_score = loading.SCORE in saved_shapes(checkpoint)
+        new = frozenset({loading.SCORE} if has_score else ())
+        base = Base(source, policy.lora, getattr(torch, policy.dtype), "policy.lora", new)
+        read_state(checkpoint, {"model": base.trained}, alone=True)
         if cfg.adapter:
-            _write_adapter(base, policy, source, output, mesh)
+            tensors = {}
+            for name, t in base.trained.items():
+                tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
+            described = files.describe(base.model, policy.lora, source)
+            publish_adapter(tensors, described, output, mesh)
         else:
             write_merged(base, source, output, mesh)
-    else:
-        _export_whole(checkpoint, source, policy, output, mesh)
     if mesh.rank == 0:
         print(output)
 
@@ -142,26 +162,6 @@ def _export_whole(
     exporter.wait()
 
 
-def _read_adapted(checkpoint: Path, source: Path, policy: PolicyConfig) -> Base:
-    """Return the base of a run with adapters, and what a checkpoint holds of it."""
-    has_score = loading.SCORE in saved_shapes(checkpoint)
-    new = frozenset({loading.SCORE} if has_score else ())
-    base = Base(source, policy.lora, getattr(torch, policy.dtype), "policy.lora", new)
-    read_state(checkpoint, {"model": base.trained}, alone=True)
-    return base
-
-
-def _write_adapter(
-    base: Base, policy: PolicyConfig, source: Path, output: Path, mesh: Mesh
-) -> None:
-    """Write the adapter of a checkpoint in PEFT's format."""
-    tensors = {}
-    for name, t in base.trained.items():
-        tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
-    described = files.describe(base.model, policy.lora, source)
-    publish_adapter(tensors, described, output, mesh)
-
-
 def merge(cfg: MergeConfig, mesh: Mesh) -> None:
     """Merge an adapter.
 
@@ -182,20 +182,93 @@ def merge(cfg: MergeConfig, mesh: Mesh) -> None:
     _require_new(output)
     mesh.barrier()  # all ranks have looked
 
+    # The dtype of a model's files is that of its largest weight.
+    weights = open_weights(source)
+    largest = max(weights.values(), key=lambda weight: torch.Size(weight.get_shape()).numel())
     settings = replace(settings, targets=modules, quantization=cfg.quantization)
-    base = Base(source, settings, _dtype_of(source), "adapter", frozenset(whole))
+    base = Base(source, settings, largest[:1].dtype, "adapter", frozenset(whole))
     files.fill_trained(base.trained, folder, "adapter")
     write_merged(base, source, output, mesh)
     if mesh.rank == 0:
         print(output)
 
 
-def _dtype_of(folder: Path) -> torch.dtype:
-    """Return the dtype of a model's files: that of its largest weight."""
-    weights = open_weights(folder)
-    largest = max(weights.values(), key=lambda weight: torch.Size(weight.get_shape()).numel())
-    return largest[:1].dtype
-
-
 def _require_new(output: Path) -> None:
     require(not output.exists(), f"--output {output} exists; name another folder or remove it")
+
+
+class Base:
+    """The files of a model that an adapter adapts, and what it is made of.
+
+    Attributes:
+        model: on the meta device, with its adapters.
+        trained: whole, of the shapes and in the dtype of what is trained; not filled.
+        shapes: of all that the merged model's files hold, by the model's names.
+    """
+
+    def __init__(
+        self, folder: Path, cfg: LoraConfig, dtype: torch.dtype, setting: str, new: frozenset[str]
+    ):
+        """Read what files there are.
+
+        Args:
+            folder: the folder of the base.
+            cfg: the settings of the adapters.
+            dtype: the dtype of the base in computation, and of the merged files.
+            setting: what holds the settings, for messages.
+            new: names of parameters that are trained whole, besides `cfg.modules_to_save`.
+
+        Raises:
+            UserError: the model cannot have these adapters.
+        """
+        self.dtype = dtype
+        config = build.read_config(folder)
+        self.model: CausalModel = build.make_meta_model(config, dtype, score=loading.SCORE in new)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.adapters = lora.attach(self.model, cfg, wide, setting, new=new)
+        self.model.adapters = self.adapters
+        self.weights = open_weights(folder)
+        self.trained: dict[str, Tensor] = {}
+        for name, p in lora.trained(self.model).items():
+            self.trained[name] = torch.empty(p.shape, dtype=wide)
+        self.shapes: dict[str, torch.Size] = {}
+        for name, t in loading.tensors(self.model).items():
+            self.shapes[name] = t.shape
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
+        for name, b in self.trained.items():
+            if name.endswith(LORA_B):
+                a = self.trained[name.removesuffix(LORA_B) + LORA_A]
+                self.factors[lora.weight_of(name)] = (b, a)
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Return tensors of the merged model, when `trained` has been filled."""
+        return {name: self._merged(name) for name in names}
+
+    def _merged(self, name: str) -> Tensor:
+        if name in self.trained:
+            return self.trained[name]
+        slices = families.checkpoint_slices(self.model.config, name, self.shapes[name])
+        buffers = loading.buffers(self.model)
+        dtype = buffers[name].dtype if name in buffers else self.dtype
+        whole = torch.empty(self.shapes[name], dtype=dtype)
+        loading.fill_shard(whole, slices, self.weights)
+        if name in self.adapters.packed:
+            whole = nf4.rounded(whole)
+        if name in self.factors:
+            whole = merge_weight(whole, *self.factors[name], self.adapters.scale)
+        return whole
+
+
+def write_merged(base: Base, source: Path, output: Path, mesh: Mesh) -> None:
+    """Write a merged model. Collective.
+
+    Args:
+        base: with `trained` filled.
+        source: the base's folder.
+        output: where to; it does not exist.
+        mesh: the ranks, which share the files.
+    """
+    exporter = Exporter(mesh)
+    plan = plan_folder(source, base.shapes, base.dtype, mesh.world_size)
+    exporter.write(plan, output, base.read)
+    exporter.wait()

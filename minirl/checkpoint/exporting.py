@@ -1,28 +1,175 @@
-"""Export models in training, in the background, and checkpoints of runs."""
+"""Hugging Face folders: what their files hold, which rank writes them, and the writers.
 
+Models in training are exported in the background; checkpoints of runs and merged adapters by the
+programs of `commands.py`.
+"""
+
+import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from minirl.base.files import partial_of, publish_folder, remove, sync_file, sync_files
-from minirl.checkpoint.failures import attempt, describe, require_written
-from minirl.checkpoint.folder import (
-    FolderPlan,
-    Reader,
-    plan_folder,
-    write_companions,
-    write_files,
+from minirl.base.files import (
+    attempt,
+    describe_failure,
+    partial_of,
+    publish_folder,
+    remove,
+    require_written,
+    sync_file,
+    sync_files,
 )
+from minirl.data import chat
+from minirl.model import build, families, loading
 from minirl.model.adapters import files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.regions import CheckpointSlice
 from minirl.train.policy import Policy
+
+# By names of the model's tensors: these tensors, whole and in host memory.
+Reader = Callable[[list[str]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """The files of a folder, and the rank that writes each of them."""
+
+    source: Path  # The folder whose config and tokenizer are taken.
+    dtype: torch.dtype  # Of the files' weights.
+    shapes: dict[str, torch.Size]  # Of the model's tensors, by name.
+    slices: dict[str, list[CheckpointSlice]]  # By name the weights that a tensor becomes.
+    files: dict[str, list[str]]  # By safetensors file the tensors in it.
+    writers: dict[str, int]  # By safetensors file the rank that writes it.
+    # What model.safetensors.index.json says; None: there is one file, which needs none.
+    index: dict | None
+
+    def files_of(self, rank: int) -> list[str]:
+        """Return the safetensors files that a rank writes."""
+        return [file for file, writer in self.writers.items() if writer == rank]
+
+    def dtype_in_file(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a tensor of some dtype is written."""
+        # A router's correction is float32 in any file: rounded it would choose other experts.
+        return dtype if name.endswith("e_score_correction_bias") else self.dtype
+
+
+def plan_folder(
+    source: Path,
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    world_size: int,
+    max_file_gb: float = 4.0,
+) -> FolderPlan:
+    """Return what is written where. Every rank finds the same.
+
+    Args:
+        source: the folder whose config and tokenizer are taken.
+        shapes: of the model's tensors, by name.
+        dtype: of the files' weights.
+        world_size: number of ranks, which share the files evenly by bytes.
+        max_file_gb: size of a safetensors file, in GiB.
+    """
+    config = build.read_config(source)
+    slices = {}
+    sizes = {}
+    for name, shape in shapes.items():
+        slices[name] = families.checkpoint_slices(config, name, shape)
+        sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
+
+    bytes_of_file = {}
+    for file, names in split.filename_to_tensors.items():
+        bytes_of_file[file] = sum(sizes[name].nbytes for name in names)
+    index = None
+    if split.is_sharded:
+        file_of_weight = {}
+        for name, file in split.tensor_to_filename.items():
+            for part in slices[name]:
+                file_of_weight[part.name] = file
+        index = {"metadata": split.metadata, "weight_map": file_of_weight}
+    return FolderPlan(
+        source,
+        dtype,
+        shapes,
+        slices,
+        split.filename_to_tensors,
+        spread(bytes_of_file, world_size),
+        index,
+    )
+
+
+def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    """Give each file to a rank: the largest first, each to the rank that has fewest bytes."""
+    totals = [0] * world_size
+    writers = {}
+    for file in sorted(sizes, key=lambda file: -sizes[file]):
+        rank = totals.index(min(totals))
+        writers[file] = rank
+        totals[rank] += sizes[file]
+    return writers
+
+
+def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
+    """Write what falls to a rank of a folder, one file after the other, and bring it to the disk.
+
+    Args:
+        plan: what belongs into the folder.
+        folder: where to; it exists.
+        rank: the rank that writes.
+        read: returns the tensors of a file, in any dtype.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for file in plan.files_of(rank):
+        weights = {}
+        for name, t in read(plan.files[file]).items():
+            in_file = t.to(plan.dtype_in_file(name, t.dtype))
+            for part in plan.slices[name]:
+                weights[part.name] = part.of(in_file).contiguous()
+        try:
+            save_file(weights, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # What it makes of an OSError.
+            raise OSError(str(error)) from error
+        sync_file(folder / file)
+    if rank == 0:
+        write_companions(plan, folder)
+        sync_files(folder)
+
+
+def write_companions(plan: FolderPlan, folder: Path) -> None:
+    """Write index, config, tokenizer, generation config and image processor."""
+    source = plan.source
+    if plan.index:
+        text = json.dumps(plan.index, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text)
+    config = build.read_config(source)
+    config.dtype = plan.dtype
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if loading.SCORE in plan.shapes:
+        config.architectures = [families.score_class(config, str(source))]
+        config.num_labels = 1
+        stops = chat.stop_token_ids(tokenizer, source)
+        config.pad_token_id = chat.filling_token_id(tokenizer, stops, str(source))
+        tokenizer.pad_token_id = config.pad_token_id
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # The library would refuse to write some generation configs that it reads.
+    for file in [*source.glob("generation_config.json"), *source.glob("*processor_config.json")]:
+        shutil.copy(file, folder)
 
 
 def export(
@@ -42,10 +189,10 @@ def export(
 
 
 class Exporter:
-    """The writer of Hugging Face folders: training goes on while threads write.
+    """The writer of Hugging Face folders: training continues while threads write.
 
-    All ranks call its methods alike. Each rank writes files of its own, from a copy in host memory.
-    The folder is written beside its final name, and `wait` renames it when all ranks are done.
+    All ranks call its methods alike. Each rank writes other files, from a copy in host memory. The
+    folder is written under another name, and `wait` renames it when all ranks are done.
     """
 
     def __init__(self, mesh: Mesh):
@@ -71,7 +218,7 @@ class Exporter:
         Args:
             policy: the model; weights are written in the dtype of its forward.
             folder: replaced if it exists.
-            weights: others than the policy's, by the same names.
+            weights: weights in place of the policy's, by the same names.
             max_file_gb: size of a safetensors file, in GiB.
 
         Raises:
@@ -106,7 +253,7 @@ class Exporter:
     def _write(self, plan: FolderPlan, partial: Path, read: Reader) -> float:
         """Write what falls to this rank, in the thread. Return the seconds that it took."""
         began = time.perf_counter()
-        write_own(plan, partial, self.mesh.rank, read)
+        write_files_of_rank(plan, partial, self.mesh.rank, read)
         return time.perf_counter() - began
 
     def wait(self) -> None:
@@ -121,18 +268,16 @@ class Exporter:
             return
         error = pending.exception()  # when the thread has ended
         seconds = 0.0 if error else pending.result()
-        of_ranks = self.mesh.gather((describe(error, self.mesh.rank), seconds))
-        self._require_written([failure for failure, _ in of_ranks])
-        self.background_seconds += max(seconds for _, seconds in of_ranks)
+        by_rank = self.mesh.gather((describe_failure(error, self.mesh.rank), seconds))
+        partial = partial_of(self.folder)
+        require_written(self.folder, partial, [failure for failure, _ in by_rank])
+        self.background_seconds += max(seconds for _, seconds in by_rank)
         self._on_rank_0(lambda: publish_folder(self.folder))
 
     def _on_rank_0(self, change: Callable[[], None]) -> None:
         """Change folders on rank 0 while the others wait. UserError everywhere if it fails."""
         failure = attempt(change, 0) if self.mesh.rank == 0 else ""
-        self._require_written(self.mesh.gather(failure))
-
-    def _require_written(self, failures: list[str]) -> None:
-        require_written(self.folder, partial_of(self.folder), failures)
+        require_written(self.folder, partial_of(self.folder), self.mesh.gather(failure))
 
 
 def export_adapter(policy: Policy, folder: Path) -> None:
@@ -154,7 +299,7 @@ def export_adapter(policy: Policy, folder: Path) -> None:
 def publish_adapter(
     tensors: dict[str, Tensor], described: dict[str, Any], folder: Path, mesh: Mesh
 ) -> None:
-    """Write an adapter beside its folder, and rename it. Collective; rank 0 writes.
+    """Write an adapter under another name, and rename it. Collective; rank 0 writes.
 
     Args:
         tensors: of PEFT's file.
@@ -193,32 +338,15 @@ def copy_model(
     shapes = {name: t.shape for name, t in shards.items()}
     dtype = getattr(torch, policy.cfg.dtype)
     plan = plan_folder(policy.folder, shapes, dtype, mesh.world_size, max_file_gb)
-    own = collect_own(plan, shards, tensors, mesh)
+    waiting = collect_files_of_rank(plan, shards, tensors, mesh)
 
     def read(names: list[str]) -> dict[str, Tensor]:
-        return {name: own.pop(name) for name in names}  # freed when its file is written
+        return {name: waiting.pop(name) for name in names}  # freed when its file is written
 
     return plan, read
 
 
-def write_own(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
-    """Write what falls to a rank of a folder, and bring it to the disk.
-
-    Args:
-        plan: of the folder.
-        folder: where to; it exists.
-        rank: which one.
-        read: returns the tensors of one of this rank's files.
-    """
-    write_files(plan, folder, rank, read)
-    for file in plan.files_of(rank):
-        sync_file(folder / file)
-    if rank == 0:
-        write_companions(plan, folder)
-        sync_files(folder)
-
-
-def collect_own(
+def collect_files_of_rank(
     plan: FolderPlan, shards: dict[str, Tensor], values: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, Tensor]:
     """Return a copy of the tensors that this rank writes, whole and in host memory. Collective.
@@ -232,7 +360,7 @@ def collect_own(
         mesh: the ranks.
     """
     regions = dict(zip(shards, regions_of_ranks(list(shards.values()), mesh), strict=True))
-    own = {}
+    collected = {}
     for names in _rounds(plan, shards, mesh.world_size):
         wanted = {}
         for rank, name in names.items():
@@ -241,8 +369,8 @@ def collect_own(
             wanted[rank] = ShardedTensor(t.shape, shard, regions[name])
         whole = collect(wanted, mesh)
         if whole is not None:
-            own[names[mesh.rank]] = whole.to("cpu")
-    return own
+            collected[names[mesh.rank]] = whole.to("cpu")
+    return collected
 
 
 def _rounds(plan: FolderPlan, tensors: dict[str, Tensor], world_size: int) -> list[dict[int, str]]:

@@ -1,16 +1,31 @@
-"""Find the checkpoints of a run, and the one to go on from."""
+"""Find the checkpoints of a run, and the newest that is whole.
+
+The last file of a checkpoint lists the sizes of the others, so that files that were cut or lost
+later are noticed before anything is read. Other damage is noticed by who reads it (reading.py).
+"""
 
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from minirl.base.errors import require
-from minirl.base.files import remove
+from minirl.base.errors import UserError, require
+from minirl.base.files import remove, write_synced
 from minirl.base.log import say
-from minirl.checkpoint.checksums import find_damage
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import World
+
+SIZES = "sizes.json"
+# Without these there is no checkpoint, whatever the list says.
+NEEDED = ("progress.json", "state/.metadata")
+
+T = TypeVar("T")
+
+
+class Unreadable(UserError):
+    """A checkpoint's files do not hold what was written. All ranks raise it alike."""
 
 
 def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
@@ -38,11 +53,56 @@ def find(run: Path) -> Path | None:
     return next(reversed(finished(run).values()), None)
 
 
-def newest_whole(run: Path, world: World) -> tuple[Path | None, dict[Path, str]]:
-    """Look for the newest checkpoint that is whole. Collective.
+def sizes_of_rank(checkpoint: Path, rank: int) -> dict[str, int]:
+    """Return the sizes in bytes of the files that a rank has written, by paths in the folder."""
+    patterns = [f"state/__{rank}_*.distcp", f"random-{rank}.json"]
+    if rank == 0:
+        patterns += NEEDED
+    sizes = {}
+    for pattern in patterns:
+        for path in checkpoint.glob(pattern):
+            sizes[str(path.relative_to(checkpoint))] = path.stat().st_size
+    return sizes
+
+
+def write_sizes(checkpoint: Path, sizes: dict[str, int]) -> None:
+    """Write the list of a checkpoint's files."""
+    write_synced(checkpoint / SIZES, json.dumps(sizes, sort_keys=True, indent=1).encode())
+
+
+def find_damage(checkpoint: Path) -> str:
+    """Return which file of a checkpoint is damaged and how; empty: all have their sizes."""
+    try:
+        sizes = json.loads((checkpoint / SIZES).read_bytes())
+        missing = [name for name in NEEDED if name not in sizes]
+        if missing:
+            return f"{SIZES} does not list {missing[0]}"
+        for name, size in sizes.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes and not {size}"
+    except FileNotFoundError:
+        return f"{SIZES} is missing: it is not whole, or of an earlier version of minirl"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return f"{SIZES} is damaged: {type(error).__name__}: {error}"
+    return ""
+
+
+def read_newest(
+    run: Path, world: World, read: Callable[[Path], T]
+) -> tuple[tuple[Path, T] | None, dict[Path, str]]:
+    """Read the newest checkpoint that is whole. Collective.
+
+    Args:
+        run: the folder of a run.
+        world: the ranks.
+        read: reads a checkpoint, on all ranks. If it raises Unreadable, the one before is read.
 
     Returns:
-        (the checkpoint, what is damaged of each newer one); (None, ...) if none is whole.
+        The checkpoint and what `read` returned, or None if none is whole; and what is damaged of
+        each newer one.
     """
     candidates: list[Path] = []
     with errors_of_all(world):
@@ -50,49 +110,52 @@ def newest_whole(run: Path, world: World) -> tuple[Path | None, dict[Path, str]]
             candidates = list(finished(run).values())
     damages: dict[Path, str] = {}
     for path in reversed(world.broadcast(candidates, 0)):
-        damage = find_damage(path, world)
+        damage = world.broadcast(find_damage(path) if world.rank == 0 else "", 0)
         if not damage:
-            return path, damages
+            try:
+                return (path, read(path)), damages
+            except Unreadable as error:
+                damage = str(error)
         damages[path] = damage
     return None, damages
 
 
-def find_whole(run: Path, world: World) -> Path | None:
-    """Return the newest checkpoint to go on from; None: there is none. Collective.
+def resume(run: Path, world: World, read: Callable[[Path], T]) -> tuple[Path, T] | None:
+    """Read the newest checkpoint that is whole; None: there is none. Collective.
 
-    A damaged one is told in one line and renamed to `step-N.damaged`, out of the way of the one
-    that will be written for the same step.
+    Damaged ones are renamed to `step-N.damaged`, with a message: the run will write a checkpoint of
+    the same step again.
+
+    Args:
+        run: the folder of a run.
+        world: the ranks.
+        read: as of `read_newest`.
 
     Raises:
         UserError: there are some, and all are damaged; they are left as they are.
     """
-    chosen, damages = newest_whole(run, world)
+    found, damages = read_newest(run, world, read)
     require(
-        chosen or not damages,
+        found or not damages,
         f"resume: no checkpoint of {run} is whole ({describe_damages(damages)}); remove "
-        f"{run / 'checkpoints'} to begin anew, or name another output folder",
+        f"{run / 'checkpoints'} to begin again, or name another output folder",
     )
-    if chosen and world.rank == 0:
-        _set_aside(damages, chosen)
+    if found and world.rank == 0:
+        for path, damage in damages.items():
+            aside = path.with_name(f"{path.name}.damaged")
+            remove(aside)
+            path.rename(aside)
+            say(
+                f"{path} is damaged ({damage}): resuming from {found[0].name}, the one before; it "
+                f"is {aside.name} now"
+            )
     world.barrier()
-    return chosen
+    return found
 
 
 def describe_damages(damages: dict[Path, str]) -> str:
     """Return one text about some checkpoints."""
     return "; ".join(f"{path.name}: {damage}" for path, damage in damages.items())
-
-
-def _set_aside(damages: dict[Path, str], chosen: Path) -> None:
-    """Say which checkpoints are damaged and rename them."""
-    for path, damage in damages.items():
-        aside = path.with_name(f"{path.name}.damaged")
-        remove(aside)
-        path.rename(aside)
-        say(
-            f"{path} is damaged ({damage}): going on from {chosen.name}, the one before; it is "
-            f"{aside.name} now"
-        )
 
 
 def drop_references(run: Path, step: int) -> None:
@@ -123,17 +186,15 @@ def read_best(run: Path) -> dict | None:
     """
     path = run / "checkpoints/best.json"
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    try:
-        best = json.loads(text)
+        best = json.loads(path.read_bytes())
         known = {"step": int, "metric": str, "value": float}
         # A whole number is written without a point.
         if {name: type(best[name]) for name in known} != known or not math.isfinite(best["value"]):
             raise TypeError("step, metric and value are not what they should be")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     return best

@@ -4,9 +4,9 @@ Rank 0 holds `lock` in the folder from the first thing that the run writes to it
 frees it however the process ends. The file stays in the folder of a run that has begun. One that is
 refused before it writes anything else removes it.
 
-Across machines it is as good as the file system: NFS (version 4, or 3 with its lock daemon) makes
-such a lock one of the server, which frees that of a dead machine when its lease has run out. A file
-system that knows no locks is told in one line.
+Across machines it is as good as the file system: NFS (version 4, or 3 with its lock daemon) keeps
+such a lock on the server, which frees that of a dead machine when its lease has run out. If a file
+system has no locks, one line says so.
 """
 
 import contextlib
@@ -108,16 +108,13 @@ def released(output: Path) -> Iterator[None]:
     finally:
         descriptor = _held.pop(output, None)
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # the disk may be why the run ends
-                _remove_if_alone(output)
+            # The disk may be why the run ends.
+            with contextlib.suppress(OSError):
+                if os.listdir(output) == [NAME]:
+                    os.unlink(output / NAME)
+                    if output in _made:
+                        os.rmdir(output)
             os.close(descriptor)
-
-
-def _remove_if_alone(output: Path) -> None:
-    if os.listdir(output) == [NAME]:
-        os.unlink(output / NAME)
-        if output in _made:
-            os.rmdir(output)
 
 
 def _forget() -> None:

@@ -1,19 +1,21 @@
 """Read the state of models and optimizers, and run nothing that somebody has put into the files.
 
 torch keeps where tensors are in `.metadata`, and settings of optimizers among the tensors, both by
-pickle, which runs what it reads. Here each is read by a pickle that knows the classes which torch
+pickle, which runs what it reads. Here each is read by a pickle that knows the classes that torch
 writes, and no others. Tensors torch reads so by itself.
 """
 
 import io
 import pickle
 import warnings
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from minirl.base.errors import UserError, require
+from minirl.checkpoint.finding import Unreadable
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch writes into `.metadata`: classes that hold values, and one function that returns one.
@@ -67,7 +69,7 @@ def read_metadata(state: Path) -> Metadata:
     """Return what torch has written where, in the folder `state` of a checkpoint.
 
     Raises:
-        UserError: it cannot be read, or holds something else.
+        Unreadable: it cannot be read, or holds something else.
     """
     path = state / ".metadata"
     try:
@@ -90,15 +92,16 @@ def read_metadata(state: Path) -> Metadata:
         IndexError,
         KeyError,
     ) as error:
-        raise UserError(
-            f"{path} cannot be read: {error}; go on from another checkpoint, or start in another "
-            "output folder"
-        ) from error
+        raise Unreadable(f"{path} cannot be read: {error}") from error
     return metadata
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata with the classes above only."""
+    """Reads the metadata with the classes above only, and checks what it reads."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.transforms = _CheckedStreams()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))
@@ -106,6 +109,22 @@ class _Reader(dcp.FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class _CheckedStreams(_StorageReaderTransforms):
+    """Compares what is read with the checksums that torch has written, and does not look at.
+
+    torch writes each tensor, and each plain value, as a zip archive.
+    """
+
+    def transform_load_stream(self, read_item: ReadItem, names: Any, stream: IO[bytes]) -> Any:
+        archive = io.BytesIO(stream.read(-1))
+        damaged = zipfile.ZipFile(archive).testzip()
+        if damaged:
+            where = f"{damaged} of {read_item.storage_index.fqn}"
+            raise zipfile.BadZipFile(f"{where} does not hold what was written")
+        archive.seek(0)
+        return super().transform_load_stream(read_item, names, archive)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -126,7 +145,7 @@ def read_state(checkpoint: Path, state: dict, *, alone: bool = False) -> None:
         alone: only this rank reads.
 
     Raises:
-        UserError: the files do not hold it.
+        Unreadable: the files do not hold it.
     """
     folder = checkpoint / "state"
     try:
@@ -135,11 +154,10 @@ def read_state(checkpoint: Path, state: dict, *, alone: bool = False) -> None:
             dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(), no_dist=alone)
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, UserError):
+        if isinstance(cause, Unreadable):
             raise cause from error
-        raise UserError(
-            f"{folder} cannot be read (rank {rank}: {type(cause).__name__}: {cause}); go on from "
-            "another checkpoint, or start in another output folder"
+        raise Unreadable(
+            f"{folder} cannot be read (rank {rank}: {type(cause).__name__}: {cause})"
         ) from error
 
 
@@ -147,7 +165,7 @@ def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
     """Return the shape of every weight of a model; a tied head may be there under both names.
 
     Raises:
-        UserError: the metadata cannot be read, or a weight is larger than all files together.
+        Unreadable: the metadata cannot be read, or a weight is larger than all files together.
     """
     folder = checkpoint / "state"
     entries = read_metadata(folder).state_dict_metadata
@@ -155,11 +173,12 @@ def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
     start = f"{prefix}model."
     shapes = {}
     for name, entry in entries.items():
-        if name.startswith(start) and isinstance(entry, TensorStorageMetadata):
-            require(
-                entry.size.numel() <= num_bytes,
+        if not name.startswith(start) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if entry.size.numel() > num_bytes:
+            raise Unreadable(
                 f"{folder / '.metadata'}: {name} has {entry.size.numel()} numbers, more than its "
-                "files hold; go on from another checkpoint, or start in another output folder",
+                "files hold"
             )
-            shapes[name.removeprefix(start)] = entry.size
+        shapes[name.removeprefix(start)] = entry.size
     return shapes

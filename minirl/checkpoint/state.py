@@ -1,30 +1,46 @@
 """Resumable state of a run, by torch.distributed.checkpoint.
 
-A checkpoint is written beside its final name, brought to the disk, and renamed when all ranks are
-done. Its last file lists sizes and checksums of the others (checksums.py).
+A checkpoint is written under another name, brought to the disk, and renamed when all ranks are
+done. Its last file lists the sizes of the others (finding.py).
 """
 
+import base64
 import contextlib
+import functools
 import json
 import math
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from minirl.base.errors import UserError, require
-from minirl.base.files import Checksum, remove, sync_folder, write_synced, write_whole
+from minirl.base.errors import require
+from minirl.base.files import (
+    attempt,
+    remove,
+    require_written,
+    sync_folder,
+    write_synced,
+    write_whole,
+)
 from minirl.base.log import say
-from minirl.checkpoint.checksums import StateWriter, write_checksums
-from minirl.checkpoint.exporting import copy_model, write_own
-from minirl.checkpoint.failures import attempt, require_written
-from minirl.checkpoint.finding import find_best, finished, read_best
-from minirl.checkpoint.random_states import random_states, set_random_states
+from minirl.checkpoint.exporting import copy_model, write_files_of_rank
+from minirl.checkpoint.finding import (
+    Unreadable,
+    find_best,
+    finished,
+    read_best,
+    sizes_of_rank,
+    write_sizes,
+)
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
 from minirl.train.policy import Policy
@@ -39,9 +55,17 @@ class Saver(contextlib.AbstractContextManager):
     All ranks call its methods alike.
 
     In the background: `save` returns when the state is copied to host memory, so training may
-    overwrite it at once. A thread writes the copy and talks to the other ranks through a group of
-    its own. A write that failed raises UserError, on every rank, at the next `wait`. `save`,
-    `score` and a good end of the `with` block begin with one.
+    overwrite it at once. A thread writes the copy and talks to the other ranks through a process
+    group that nothing else uses. A write that failed raises UserError, on every rank, at the next
+    `wait`. `save`, `score` and a good end of the `with` block begin with one.
+
+    Attributes:
+        others: more models that are saved, by name (a critic). They may sleep, and sleep
+            afterwards.
+        step: the step of the newest checkpoint, finished or under way.
+        best: what best.json says; None: nothing.
+        pending: the write in the background.
+        background_seconds: how long writes have taken there, of those that were waited for.
     """
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy):
@@ -49,33 +73,26 @@ class Saver(contextlib.AbstractContextManager):
         self.cfg = cfg
         self.policy = policy
         self.mesh = policy.mesh
-        # More models whose state is saved, by name (a critic). They may sleep, and sleep
-        # afterwards.
         self.others: dict[str, Policy] = {}
-        # Of the newest checkpoint, finished or under way.
         self.step = max(finished(run), default=None)
-        best = self._find_best()
-        self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
-        self.group = dist.new_group(backend="gloo")
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.pending: Future[float] | None = None  # The write in the background.
-        self.background_seconds = 0.0  # That writes have taken there, of those waited for.
-
-    def _find_best(self) -> dict | None:
-        """Return what `find_best` does, and say if it is damaged."""
         try:
-            read_best(self.run)
+            read_best(run)
         except ValueError as error:
             if self.mesh.rank == 0:
                 say(f"{error}: no checkpoint counts as the best until the next is scored")
-        return find_best(self.run)
+        best = find_best(run)
+        self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future[float] | None = None
+        self.background_seconds = 0.0
 
     def save(self, step: int, progress: dict) -> Path:
         """Save the state after `step` finished steps.
 
         Args:
             step: how many steps are finished.
-            progress: what else the program needs to go on (JSON).
+            progress: what else the program needs to resume (JSON).
 
         Returns:
             The checkpoint's folder, which in the background is not there yet.
@@ -85,8 +102,7 @@ class Saver(contextlib.AbstractContextManager):
         partial = final.with_suffix(".partial")
         self.step = step
 
-        small_files = self._write_small_files(step, progress, partial, final)
-        writer = StateWriter(partial / "state")
+        self._write_small_files(step, progress, partial, final)
         state: dict = {}  # Of models and optimizers.
         with contextlib.ExitStack() as stack:
             for name, model in ({"policy": self.policy} | self.others).items():
@@ -96,9 +112,16 @@ class Saver(contextlib.AbstractContextManager):
                 state |= state_dict_of(model, _prefix(name))
                 if not has_stepped:
                     model.forget_optimizer_state()
-            write_model = self._copy_model(partial)
+            write_model: Callable[[], object] = str  # Nothing.
+            if self.cfg.save_hf:
+                # Resuming does not need this folder, so its files are not in the list of sizes: it
+                # may be moved away.
+                plan, read = copy_model(self.policy)
+                write_model = functools.partial(
+                    write_files_of_rank, plan, partial / MODEL, self.mesh.rank, read
+                )
             where = {
-                "storage_writer": writer,
+                "storage_writer": dcp.FileSystemWriter(partial / "state"),
                 "process_group": self.group,
                 # torch keeps the plan in its class. Ranks that would save the same names and
                 # regions as last time send nothing, and rank 0 plans again for the others only.
@@ -106,75 +129,38 @@ class Saver(contextlib.AbstractContextManager):
             }
             if self.cfg.background:
                 write = dcp.async_save(state, **where).result  # type: ignore[union-attr]
-                self.pending = self.thread.submit(
-                    self._publish, write, writer, write_model, small_files, partial, final
-                )
+                self.pending = self.thread.submit(self._publish, write, write_model, partial, final)
             else:
-                self._publish(
-                    lambda: dcp.save(state, **where),
-                    writer,
-                    write_model,
-                    small_files,
-                    partial,
-                    final,
-                )
+                self._publish(lambda: dcp.save(state, **where), write_model, partial, final)
         for model in self.others.values():
             model.sleeper.sleep()
         return final
 
-    def _copy_model(self, partial: Path) -> Callable[[], object]:
-        """Copy the model for its Hugging Face folder, if one is asked for. Collective.
-
-        Resuming does not need that folder, so its files are not among those with checksums: it may
-        be moved away.
-
-        Returns:
-            What writes this rank's files; a thread calls it.
-        """
-        if not self.cfg.save_hf:
-            return lambda: None
-        plan, read = copy_model(self.policy)
-        return lambda: write_own(plan, partial / MODEL, self.mesh.rank, read)
-
-    def _write_small_files(
-        self, step: int, progress: dict, partial: Path, final: Path
-    ) -> dict[str, Checksum]:
-        """Write a description and random states. Collective.
-
-        Returns:
-            The checksums of what this rank has written.
-        """
+    def _write_small_files(self, step: int, progress: dict, partial: Path, final: Path) -> None:
+        """Write a description and random states. Collective."""
         rank = self.mesh.rank
         description = {"progress": progress, "step": step, **_describe(self.policy)}
         for name, model in self.others.items():
             description[name] = _describe(model)
-        written: dict[str, Checksum] = {}
-
-        def write(name: str, text: str) -> None:
-            written[name] = write_synced(partial / name, text.encode())
 
         def make_folder() -> None:
             remove(partial)
             (partial / "state").mkdir(parents=True)
             if self.cfg.save_hf:
                 (partial / MODEL).mkdir()
-            write("progress.json", json.dumps(description))
+            write_synced(partial / "progress.json", json.dumps(description).encode())
+
+        def write_files() -> None:
+            write_synced(partial / f"random-{rank}.json", json.dumps(random_states()).encode())
 
         failure = attempt(make_folder, rank) if rank == 0 else ""
         require_written(final, partial, self.mesh.gather(failure))
-
-        def write_own() -> None:
-            write(f"random-{rank}.json", json.dumps(random_states()))
-
-        require_written(final, partial, self.mesh.gather(attempt(write_own, rank)))
-        return written
+        require_written(final, partial, self.mesh.gather(attempt(write_files, rank)))
 
     def _publish(
         self,
         write: Callable[[], object],
-        writer: StateWriter,
         write_model: Callable[[], object],
-        small_files: dict[str, Checksum],
         partial: Path,
         final: Path,
     ) -> float:
@@ -188,18 +174,18 @@ class Saver(contextlib.AbstractContextManager):
                 failures.append(f"rank {rank}: {type(cause).__name__}: {cause}")
         require_written(final, partial, failures)
 
-        own = small_files | {f"state/{name}": sum_ for name, sum_ in writer.checksums.items()}
-        failure = attempt(write_model, self.mesh.rank)
-        of_ranks: list[tuple[dict[str, Checksum], str]] = [({}, "")] * self.mesh.world_size
         is_first = self.mesh.rank == 0
-        dist.gather_object((own, failure), of_ranks if is_first else None, group=self.group)
+        failure = attempt(write_model, self.mesh.rank)
+        sizes = sizes_of_rank(partial, self.mesh.rank)
+        by_rank: list[tuple[dict[str, int], str]] = [({}, "")] * self.mesh.world_size
+        dist.gather_object((sizes, failure), by_rank if is_first else None, group=self.group)
 
         def publish() -> None:
-            files: dict[str, Checksum] = {}
-            for of_rank, _ in of_ranks:
-                files |= of_rank
+            all_sizes: dict[str, int] = {}
+            for sizes, _ in by_rank:
+                all_sizes |= sizes
             sync_folder(partial / "state")
-            write_checksums(partial, files)
+            write_sizes(partial, all_sizes)
             sync_folder(partial)
             if final.exists():  # of an interrupted step that was interrupted again
                 final.rename(final.with_name(f"{final.name}.replaced.partial"))
@@ -207,7 +193,7 @@ class Saver(contextlib.AbstractContextManager):
             sync_folder(final.parent)
             self._rotate()
 
-        failures = ["; ".join(failure for _, failure in of_ranks if failure)]
+        failures = ["; ".join(failure for _, failure in by_rank if failure)]
         if is_first and not failures[0]:
             failures = [attempt(publish, 0)]
         dist.broadcast_object_list(failures, group=self.group)
@@ -269,24 +255,28 @@ class Saver(contextlib.AbstractContextManager):
 
 
 def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
-    """Restore policy, optimizer and random state.
+    """Restore policy, optimizer and random state. Collective.
 
     Returns:
         The checkpoint's description, with `progress` as `Saver.save` was given it, and `step`.
 
     Raises:
-        UserError: it is a checkpoint of another model or optimizer, or cannot be read.
+        Unreadable: its files do not hold what was written.
+        UserError: it is a checkpoint of another model or optimizer.
     """
     description = restore(checkpoint, policy)
     path = checkpoint / f"random-{policy.mesh.rank}.json"
+    failed = ""
     if path.exists():  # or else the run has more ranks now: the new ones start from their seed
         try:
             set_random_states(json.loads(path.read_bytes()))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"resume: {path} holds no states of random generators ({type(error).__name__}: "
-                f"{error}); go on from another checkpoint"
-            ) from error
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            failed = (
+                f"{path} holds no states of random generators ({type(error).__name__}: {error})"
+            )
+    for failure in policy.mesh.gather(failed):
+        if failure:
+            raise Unreadable(failure)
     return description
 
 
@@ -302,9 +292,14 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
         The checkpoint's description.
 
     Raises:
+        Unreadable: its files do not hold what was written.
         UserError: the checkpoint has no model of that name, or another one.
     """
-    description = json.loads((checkpoint / "progress.json").read_text())
+    path = checkpoint / "progress.json"
+    try:
+        description = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"{path} cannot be read: {error}") from error
     saved = description if name == "policy" else description.get(name)
     require(saved, f"resume: {checkpoint} has no {name}; start in another output folder")
     now = _describe(policy)
@@ -375,7 +370,7 @@ def _state_options(policy: Policy) -> StateDictOptions:
 
 
 def _describe(policy: Policy) -> dict:
-    """Return what a checkpoint says of a model.
+    """Return the description of a model in a checkpoint.
 
     `optimizer` is what decides which state there is. Where the state rests between steps does not:
     checkpoints hold it in full precision.
@@ -391,3 +386,36 @@ def _describe(policy: Policy) -> dict:
         "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, "
         f"vocabulary {text.vocab_size}{adapters}",
     }
+
+
+def random_states() -> dict:
+    """Return the state of every generator that a run may draw from, as JSON has it."""
+    version, python_state, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "python": [version, list(python_state), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": _to_text(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = _to_text(torch.cuda.get_rng_state())
+    return states
+
+
+def set_random_states(states: dict) -> None:
+    """Set every generator to its state in a checkpoint."""
+    version, python_state, gauss = states["python"]
+    random.setstate((version, tuple(python_state), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_from_text(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_text(states["cuda"]))
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -14,12 +14,18 @@ from typing import NamedTuple
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
-from minirl.base.files import partial_of, publish_folder, remove, sync_files
+from minirl.base.files import (
+    attempt,
+    partial_of,
+    publish_folder,
+    remove,
+    require_written,
+    sync_files,
+)
 from minirl.base.log import say
 from minirl.base.oversight import Oversight
 from minirl.base.reading import is_file
 from minirl.checkpoint import changes, lock
-from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import finished
 from minirl.config.lengths import eval_extra_tokens, validate_warmup
 from minirl.config.policy import Dtype, ParallelConfig

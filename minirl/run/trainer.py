@@ -90,11 +90,10 @@ class TrainingRun:
         self.output = Path(cfg.output)
         self.first_step = 0
         self.progress = Progress()
-        self.resumed_from = None
-        if cfg.resume:
-            self.resumed_from = checkpoint.find_whole(self.output, mesh)
-        if self.resumed_from:
-            saved = checkpoint.load_checkpoint(self.resumed_from, policy)
+        self.resumed_from: Path | None = None
+        load = functools.partial(checkpoint.load_checkpoint, policy=policy)
+        if cfg.resume and (found := checkpoint.resume(self.output, mesh, load)):
+            self.resumed_from, saved = found
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
 

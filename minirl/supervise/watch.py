@@ -49,7 +49,7 @@ STOP = "minirl/stop"  # The rank that got a signal first, which asks for a check
 REASON = "minirl/reason"  # Why the run ends: rank, exit code, host and text, in lines.
 OVER = "minirl/over"  # Set: all ranks leave.
 ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
-LEFT = "minirl/left"  # Counts the ranks that have left before that.
+LEFT = "minirl/left"  # /RANK is set: the rank has left before that.
 
 
 class Process(NamedTuple):
@@ -251,13 +251,10 @@ class Watch(Oversight):
                 store.set(f"{LEFT}/{self.rank}", "")
                 if self._has_store:
                     # A rank that finds the store gone would not know why the run ends.
-                    _wait_until(lambda: self._have_others_left(store))
+                    gone = [rank for rank, _ in self._gone()]
+                    others = [rank for rank in range(self.world_size) if rank not in gone]
+                    _wait_until(lambda: store.check([f"{LEFT}/{rank}" for rank in others]))
         leave(code)
-
-    def _have_others_left(self, store: dist.Store) -> bool:
-        gone = [rank for rank, _ in self._gone()]
-        left = [f"{LEFT}/{rank}" for rank in range(self.world_size) if rank not in gone]
-        return store.check(left)
 
     def _leave_if_over(self, store: dist.Store) -> None:
         """Leave if another rank has let all ranks leave and no thread of this one is ending it."""
