@@ -19,11 +19,12 @@ import numpy as np
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
-from minirl.data.curriculum import Curriculum
-from minirl.data.examples import Chats, open_chats
-from minirl.data.json_lines import JsonLines
-from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.examples import Chats
+from minirl.data.formats import open_chats, open_prompts
+from minirl.data.order import Curriculum
+from minirl.data.prompts import Prompts
 from minirl.data.rows import Rows
+from minirl.data.sources import JsonLines
 from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
@@ -134,14 +135,14 @@ def prompt_points(path: Path, imagined: ImaginedMesh) -> list[Point]:
     """Measure the start of RL: index, reading with all checks, order, curriculum."""
     mesh = cast(Mesh, imagined)
     prompts = load_prompts(path, mesh)
-    curriculum = Curriculum(prompts, 0.1)
+    curriculum = Curriculum(prompts.order, 0.1)
 
     def draw() -> None:
         prompts.order = type(prompts.order)(len(prompts.rows), seed=0, shuffle=True)
         prompts.row(0)
 
     return [
-        point("index of JSON lines", imagined, lambda: JsonLines(path, "x", mesh)),
+        point("index of JSON lines", imagined, lambda: JsonLines(path.open("rb"), "x", mesh)),
         point("prompts: read, check, split", imagined, lambda: load_prompts(path, mesh)),
         point("order of an epoch", imagined, draw),
         point("curriculum, a step", imagined, lambda: curriculum.start(BATCH)),

@@ -25,8 +25,8 @@ from minirl.base.errors import require
 from minirl.base.files import remove
 from minirl.base.reading import is_file, library_reads
 from minirl.config.supervised import DPOConfig
-from minirl.data.examples import Chats
-from minirl.data.pairs import Pairs, open_pairs
+from minirl.data.examples import Chats, Pairs
+from minirl.data.formats import open_pairs
 from minirl.parallel.machines import check_can_write, check_same
 from minirl.run.supervised import PairTrainer, Task
 from minirl.train.policy import Minibatch, Policy, Reference

@@ -22,7 +22,8 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
-from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.formats import open_prompts
+from minirl.data.prompts import Prompts
 from minirl.data.split import read_rows
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.endpoint import open_endpoint
@@ -67,8 +68,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         if example.graded:
             rewards.check_supported()
     checks = PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
-    own_prompts = not example.needs_prompt
-    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, own_prompts=own_prompts)
+    env_prompts = not example.needs_prompt
+    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, env_prompts=env_prompts)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
     checks.refuse_bad(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)

@@ -16,7 +16,8 @@ import torch
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
-from minirl.data.labelled import MATCHED, Labelled, open_labelled
+from minirl.data.examples import MATCHED, Labelled
+from minirl.data.formats import open_labelled
 from minirl.run.supervised import SupervisedTrainer, Task
 from minirl.train.policy import Metrics, Minibatch, Reference
 from minirl.train.updates import make_minibatch

@@ -25,7 +25,7 @@ from minirl.algo.correction import MismatchWatch
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
-from minirl.data.curriculum import Curriculum
+from minirl.data.order import Curriculum
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
 from minirl.rollout import records
@@ -88,7 +88,7 @@ class Trainer(BaseTrainer):
         self.curriculum: Curriculum | None = None
         if cfg.rollout.curriculum_floor:
             self.curriculum = Curriculum(
-                inputs.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes
+                inputs.prompts.order, cfg.rollout.curriculum_floor, self.progress.outcomes
             )
             inputs.prompts.order = self.curriculum
             self.run.outcomes = self.curriculum.save

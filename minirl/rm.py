@@ -31,7 +31,8 @@ from minirl.base.errors import require
 from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
-from minirl.data.pairs import Pairs, open_pairs
+from minirl.data.examples import Pairs
+from minirl.data.formats import open_pairs
 from minirl.endpoint.reward_server import serve
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh

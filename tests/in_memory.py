@@ -24,7 +24,6 @@ def memory_rows(rows: list[dict], distinct: bool = False) -> Rows:
         weight=None,
         is_generated=False,
         rows=rows,
-        is_arrow=False,
     )
     num = len(rows)
     return Rows([source], lambda raw, place: raw, distinct, np.arange(num), np.zeros(num, np.uint8))

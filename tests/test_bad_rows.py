@@ -10,9 +10,8 @@ from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
-from minirl.data.examples import open_chats
-from minirl.data.pairs import open_pairs
-from minirl.data.prompts import LengthBound, open_prompts
+from minirl.data.formats import open_chats, open_pairs, open_prompts
+from minirl.data.prompts import LengthBound
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.functions import make_rewards
 
@@ -258,8 +257,8 @@ SOURCES = {
     "surrogate": ("a.json", '[{"prompt": "\\ud800"}]', "surrogate"),
     "list of texts": ("a.json", '["a"]', "must be an object"),
     "list of numbers": ("a.json", "[1, 2]", "must be an object"),
-    "empty parquet": ("a.parquet", "", "not a good .parquet file"),
-    "no parquet": ("a.parquet", "PAR1nothingPAR1", "not a good .parquet file"),
+    "empty parquet": ("a.parquet", "", "a.parquet cannot be read: Arrow"),
+    "no parquet": ("a.parquet", "PAR1nothingPAR1", "a.parquet cannot be read: Arrow"),
     "empty csv": ("a.csv", "", "no rows"),
     "head alone": ("a.csv", "prompt,answer\n", "no rows"),
     "other columns": ("a.csv", "q,a\n1,2\n", "data.prompt_key"),

@@ -15,8 +15,9 @@ from in_memory import ALONE, memory_rows, read_all, split
 from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.config.shared import DataConfig, RewardConfig
-from minirl.data.curriculum import Curriculum
-from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.formats import open_prompts
+from minirl.data.order import Curriculum
+from minirl.data.prompts import Prompts
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
 
@@ -233,18 +234,18 @@ def drawn(order, first, num):
 def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
     """Whatever was drawn before, on whatever rank; of a new step another draw, and no prompt twice
     before all have come."""
-    one, other = (Curriculum(prompts(), 0.1) for _ in range(2))
+    one, other = (Curriculum(prompts().order, 0.1) for _ in range(2))
     assert sorted(drawn(one, 0, 40)) == list(range(40)) and drawn(one, 0, 80) == 2 * drawn(
         one, 0, 40
     )
     assert drawn(one, 16, 40) != drawn(one, 0, 40) == drawn(other, 0, 40)
-    assert drawn(Curriculum(prompts(seed=1), 0.1), 0, 40) != drawn(one, 0, 40)
+    assert drawn(Curriculum(prompts(seed=1).order, 0.1), 0, 40) != drawn(one, 0, 40)
     results = [(row, row % 3 == 0) for row in range(30) for _ in range(4)]
     one.record(np.array(results))
     assert drawn(one, 16, 40) != drawn(other, 16, 40)
     for result in reversed(results):
         other.record(np.array([result]))
-    resumed = Curriculum(prompts(), 0.1, json.loads(json.dumps(one.save())))
+    resumed = Curriculum(prompts().order, 0.1, json.loads(json.dumps(one.save())))
     assert drawn(one, 16, 40) == drawn(other, 16, 40) == drawn(resumed, 16, 40)
     asked = [one[16 + i] for i in (5, 0, 39, 5)]
     assert asked == [drawn(one, 16, 40)[i] for i in (5, 0, 39, 5)]
@@ -255,10 +256,7 @@ def test_a_curriculum_draws_by_the_variance_of_success(floor):
     """First draws of many steps against the weights by hand: never tried, half right, always right,
     hardly ever right."""
     tried = {0: [0, 0], 1: [8, 4], 2: [98, 98], 3: [18, 1]}
-    order = Curriculum(
-        prompts(rows=[{"prompt": str(n)} for n in range(4)]),
-        floor,
-    )
+    order = Curriculum(prompts(rows=[{"prompt": str(n)} for n in range(4)]).order, floor)
     for row, (tries, right) in tried.items():
         results = [(row, n < right) for n in range(tries)]
         order.record(np.array(results, int).reshape(-1, 2))
@@ -292,7 +290,7 @@ def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
             "of sources .* give no weights"
         ),
     ):
-        Curriculum(mixed, 0.1)
+        Curriculum(mixed.order, 0.1)
 
 
 def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():

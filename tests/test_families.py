@@ -30,8 +30,7 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
-from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
-from minirl.data.vision import read_vision
+from minirl.data.vision import Gemma4Vision, GemmaVision, read_vision
 from minirl.model import build, families, fused
 from minirl.model.adapters import lora
 from minirl.model.families import FAMILIES

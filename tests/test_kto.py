@@ -22,7 +22,8 @@ from minirl.batch.packing import pack
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
-from minirl.data.labelled import Labelled, open_labelled
+from minirl.data.examples import Labelled
+from minirl.data.formats import open_labelled
 from minirl.model.scratch import make_tokenizer
 from minirl.train.policy import Policy, Reference
 from minirl.types.packed import Trajectory

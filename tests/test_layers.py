@@ -88,7 +88,6 @@ DOORS = {
     "sympy": ("sandbox/inside/grading.py",),
     "reasoning_gym": ("sandbox/inside/grading.py", "data/sources.py"),
     "datasets": ("data/sources.py",),
-    "zstandard": ("data/compressed.py",),
     "trl": ("rewards/trl.py",),
     "bm25s": ("envs/tools.py",),
     "httpx": ("rewards/http.py",),

@@ -25,6 +25,7 @@ from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig, ScratchConfig
 from minirl.data import chat
+from minirl.data.messages import to_messages
 from minirl.data.turns import encode_chat
 from minirl.model import attention, build, families, gemma4, kernels, loading, logprob, scratch
 from minirl.parallel import fsdp
@@ -675,7 +676,7 @@ def test_scratch_phrases_are_one_token_anywhere_in_a_text():
 
 def test_scratch_template_ends_where_the_assistant_begins():
     tokenizer = scratch.make_tokenizer([])
-    messages = chat.to_messages("hi", "be brief")
+    messages = to_messages("hi", "be brief")
     assert (
         tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, messages)))
         == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
@@ -707,7 +708,7 @@ def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(
     """The policy never samples what the template puts behind the token that stops it."""
     tokenizer = scratch.make_tokenizer([])
     tokenizer.chat_template = template
-    messages = chat.to_messages("6 * 7?", "")
+    messages = to_messages("6 * 7?", "")
     prompt = chat.encode(tokenizer, chat.render(tokenizer, messages))
     ((whole, mask, _),) = encode_chat(
         tokenizer,
@@ -732,7 +733,7 @@ def test_a_template_that_ends_no_answer_is_refused():
     with pytest.raises(UserError, match="does not end an answer by one of the stop tokens"):
         encode_chat(
             tokenizer,
-            [*chat.to_messages("hi", ""), {"role": "assistant", "content": "yes"}],
+            [*to_messages("hi", ""), {"role": "assistant", "content": "yes"}],
             [1],
             [tokenizer.eos_token_id],
         )
@@ -761,6 +762,6 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
 
 def test_messages_keep_their_own_system_prompt():
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
-    assert chat.to_messages(own, "other") == own
-    assert chat.to_messages(own[1:], "other") == [{"role": "system", "content": "other"}, own[1]]
-    assert chat.to_messages("hi", "") == own[1:]
+    assert to_messages(own, "other") == own
+    assert to_messages(own[1:], "other") == [{"role": "system", "content": "other"}, own[1]]
+    assert to_messages("hi", "") == own[1:]

@@ -33,7 +33,8 @@ from minirl.config.supervised import (
     RMConfig,
 )
 from minirl.data import chat
-from minirl.data.pairs import Pairs, open_pairs
+from minirl.data.examples import Pairs
+from minirl.data.formats import open_pairs
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
 from minirl.train.policy import Policy
@@ -365,7 +366,7 @@ def test_every_layout_gives_the_same_pair(tmp_path):
         (
             {"prompt": "a", "chosen": "b"},
             r"line 2: data.rejected_key = 'rejected' must name a text or messages .* rejected side "
-            r"of a pair \(it is 'None'; the row's keys: prompt, chosen\); set data.chosen_key",
+            r"of a pair \(it is 'None'; its keys: prompt, chosen\); set data.chosen_key",
         ),
         (
             {"prompt": "a", "chosen": " ", "rejected": "b"},

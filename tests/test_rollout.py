@@ -30,10 +30,9 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
-from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import attach
 from minirl.data.prompts import Prompts
-from minirl.data.vision import read_vision
+from minirl.data.vision import GemmaVision, read_vision
 from minirl.endpoint import open_endpoint
 from minirl.engine import failures, patches
 from minirl.engine.engine import RolloutEngine, Sampling

@@ -15,10 +15,10 @@ from minirl.config.parse import load_config, parse_flags
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig, SFTConfig
 from minirl.data import chat
-from minirl.data.examples import open_chats, to_examples
+from minirl.data.examples import to_examples
+from minirl.data.formats import open_chats, open_pairs, open_prompts
 from minirl.data.messages import read_template_kwargs, read_tools, why_no_messages
-from minirl.data.pairs import open_pairs
-from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.prompts import Prompts
 from minirl.data.split import read_rows
 from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer
@@ -323,7 +323,7 @@ def test_few_rows_hold_out_an_eighth_and_say_so(tmp_path, capsys):
 @pytest.mark.parametrize("common", [{}, {"prompt": "play"}], ids=["none", "one for all"])
 def test_an_environment_with_prompts_of_its_own_needs_none(tmp_path, common):
     source = written(tmp_path / "a.jsonl", [common | {"answer": n} for n in range(12)])
-    opened = open_prompts(source, "data.train", DataConfig(), ALONE, own_prompts=True)
+    opened = open_prompts(source, "data.train", DataConfig(), ALONE, env_prompts=True)
     train, held_out = read_rows(opened, ALONE, 0, 2)
     assert (len(train), len(held_out)) == (10, 2)
     cfg = DataConfig()
@@ -364,10 +364,13 @@ def common_flags(model, name, rows, output):
     return given
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_of_the_page_fine_tune(model, tmp_path, name):
-    rows = written(tmp_path / "rows.jsonl", copies(name))
-    given = common_flags(model, name, rows, tmp_path / "out")
+@pytest.mark.parametrize("names", [["standard"], ["conversational", "tools", "kwargs"]])
+def test_rows_of_the_page_fine_tune(model, tmp_path, names):
+    rows = []
+    for name in names:
+        rows += copies(name, 12 // len(names))
+    source = written(tmp_path / "rows.jsonl", rows)
+    given = common_flags(model, names[0], source, tmp_path / "out")
     more = ["--batch-size", 4, "--data.max-tokens", 256]
     ended = fork("minirl.sft", [*given, *more], tmp_path / "log", 500)
     assert ended.code == 0, ended.err

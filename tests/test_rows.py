@@ -4,7 +4,6 @@ finds alone; one clear error on all ranks; costs that grow as the rows do."""
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -15,15 +14,13 @@ from in_memory import ALONE, memory_rows
 from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
-from minirl.data import curriculum
 from minirl.data.chat import encode, render
-from minirl.data.curriculum import first_of
-from minirl.data.examples import Chats, open_chats
-from minirl.data.json_lines import JsonLines
-from minirl.data.order import Order
-from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import require_column
-from minirl.data.split import choose, read_rows
+from minirl.data.examples import Chats
+from minirl.data.formats import open_chats, open_prompts
+from minirl.data.order import Curriculum, Order
+from minirl.data.prompts import LengthBound, Prompts
+from minirl.data.sources import JsonLines
+from minirl.data.split import DIGEST, choose, read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
 from minirl.rewards.functions import make_rewards
@@ -87,7 +84,7 @@ FILES = {
 
 
 def indexed(mesh, path):
-    lines = JsonLines(path, "x", mesh)
+    lines = JsonLines(path.open("rb"), "x", mesh)
     numbers = [int(lines.where(i).removeprefix("x: line ")) for i in range(len(lines))]
     assert list(lines) == (lines.read(0, len(lines)) if len(lines) else [])
     return list(zip(numbers, lines, strict=True))
@@ -108,18 +105,10 @@ def test_ranks_find_the_lines_that_one_finds(tmp_path):
         assert ranks(world, all_indexed, paths) == [wanted] * world
 
 
-def test_lines_are_found_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("minirl.data.json_lines.BLOCK_BYTES", 7)
-    path = tmp_path / "a.jsonl"
-    data = b"".join(b"\n" * (n % 3) + json.dumps("x" * n).encode() + b"\n" for n in range(40))
-    path.write_bytes(data)
-    assert indexed(None, path) == twin_lines(data)
-
-
 def sized(mesh, folder):
     path = folder / f"{mesh.rank}.jsonl"
     path.write_bytes(b"1\n" * (1 + mesh.rank))
-    JsonLines(path, "data.train = a.jsonl", mesh)
+    JsonLines(path.open("rb"), "data.train = a.jsonl", mesh)
 
 
 def test_ranks_that_see_other_files_are_told(tmp_path):
@@ -182,13 +171,13 @@ def test_digests_split_as_the_twin_does(distinct, held_out):
 
 
 def test_digests_that_begin_alike_are_told_apart():
-    digests = np.zeros((4, 16), np.uint8)
-    digests[:, 7] = [2, 1, 2, 1]
+    digests = np.zeros(4, DIGEST)
+    digests["prompt"] = [2, 1, 2, 1]
     is_trained, held_out, num_doubles = choose(digests, 1, distinct=True)
     assert (np.flatnonzero(is_trained).tolist(), held_out.tolist(), num_doubles) == ([0], [1], 2)
     is_trained, held_out, _ = choose(digests, 1, distinct=False)
     assert (np.flatnonzero(is_trained).tolist(), held_out.tolist()) == ([0, 2], [3])
-    digests[:, 15] = [1, 2, 2, 1]  # of one prompt two rows
+    digests["row"] = [1, 2, 2, 1]  # of one prompt two rows
     is_trained, held_out, num_doubles = choose(digests, 1, distinct=True)
     assert (np.flatnonzero(is_trained).tolist(), held_out.tolist(), num_doubles) == ([0, 2], [3], 0)
 
@@ -215,18 +204,6 @@ def raise_on_some(mesh):
     with errors_of_all(mesh):
         if mesh.rank % 2:
             raise UserError(f"rank {mesh.rank} cannot")
-
-
-def test_no_message_is_made_for_a_good_row():
-    """Where a row stands costs more to say than to read the row."""
-
-    class Unsaid:
-        def __str__(self):
-            raise AssertionError("nobody asked where the row stands")
-
-    require_column({"prompt": "2 + 2", "gold": "4"}, "data.answer_key", "gold", "answer", Unsaid())
-    with pytest.raises(AssertionError, match="nobody asked"):
-        require_column({"answer": "4"}, "data.answer_key", "gold", "answer", Unsaid())
 
 
 def test_an_error_of_one_rank_is_one_of_all():
@@ -389,16 +366,9 @@ def test_a_stretch_of_the_order_is_its_rows_one_by_one():
             assert all_at_once.rows(first, last).tolist() == wanted
 
 
-@pytest.mark.parametrize("num", [1, 2, 5, 99, 100, 1000])
-def test_the_first_of_an_order_are_sorted_as_all_are(num):
-    keys = np.random.default_rng(0).integers(0, 20, 100).astype(float)  # with ties
-    assert first_of(keys, num).tolist() == np.argsort(keys, kind="stable")[:num].tolist()
-
-
-def test_a_curriculum_draws_what_a_sort_of_all_rows_does(monkeypatch):
-    monkeypatch.setattr(curriculum, "FIRST_DRAWN", 3)
-    prompts = SimpleNamespace(order=None, rows=range(200), seed=4)
-    drawn = curriculum.Curriculum(prompts, 0.2)
+def test_a_curriculum_draws_by_weight():
+    rows = Order(200, seed=4, shuffle=True)
+    drawn = Curriculum(rows, 0.2)
     drawn.record(np.array([(n % 40, n % 3 == 0) for n in range(300)]))
     drawn.start(17)
     tries = np.bincount(np.arange(300) % 40, minlength=200)
@@ -408,9 +378,7 @@ def test_a_curriculum_draws_what_a_sort_of_all_rows_does(monkeypatch):
     keys = np.random.default_rng([4, 17]).exponential(size=200) / weights
     wanted = np.argsort(keys, kind="stable").tolist()
     assert [drawn[17 + n] for n in range(250)] == (2 * wanted)[:250]
-    resumed = curriculum.Curriculum(prompts, 0.2, drawn.save())
+    resumed = Curriculum(rows, 0.2, drawn.save())
     assert (resumed.outcomes == drawn.outcomes).all() and len(drawn.save()) < 1500
     with pytest.raises(UserError, match="outcomes of prompt 39, and data.train has 30 prompts now"):
-        curriculum.Curriculum(
-            SimpleNamespace(order=None, rows=range(30), seed=4), 0.2, drawn.save()
-        )
+        Curriculum(Order(30, seed=4, shuffle=True), 0.2, drawn.save())

@@ -28,7 +28,8 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat, turns
-from minirl.data.examples import Chats, open_chats
+from minirl.data.examples import Chats
+from minirl.data.formats import open_chats
 from minirl.data.order import Order
 from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
@@ -459,35 +460,34 @@ def test_columns_say_what_a_row_is(tmp_path):
     [
         (
             {"question": "a", "answer": "b"},
-            r"line 2 has neither 'messages' .* \(its keys: question, answer\); "
+            r"line 2: the row has neither 'messages' .* \(its keys: question, answer\); "
             r"set data.messages_key, prompt_key",
         ),
-        ({"prompt": "a"}, "line 2 has neither"),
-        ({"messages": "a"}, "line 2 has neither"),
-        ({"messages": []}, "line 2 has neither"),
+        ({"prompt": "a"}, "line 2: the row has neither"),
+        ({"messages": "a"}, "line 2: the row has neither"),
+        ({"messages": []}, "line 2: the row has neither"),
         (["a"], "line 2: a row must be an object of named values, not a list"),
         ({"messages": [HI, BYE]}, "line 2: no assistant turn follows"),
         ({"prompt": [HI, YO], "completion": [BYE]}, "line 2: no assistant turn follows"),
         (
             {"prompt": "a", "completion": ["b"]},
-            "line 2: 'completion' .* is a list but no messages .*message 1 has no role .*; give",
+            "line 2: .* 'completion' .*, as message 1 has no role and content",
         ),
-        ({"prompt": "a", "completion": [{"role": "assistant"}]}, "line 2: 'completion' .*; give"),
         (
             {
                 "prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}],
                 "completion": "a",
             },
-            "line 2: 'prompt' .* the content of message 1 is .*'video'.*it must be a text or",
+            "line 2: .* 'prompt' .* the content of message 1 is .*'video'.*it must be a text or",
         ),
         ({"messages": [SYSTEM, YO]}, "line 2: nothing is asked before the assistant's first turn"),
         (
             {"messages": [HI, {"role": "assistant", "content": None}]},
-            "line 2 has neither 'messages' .*the content of message 2 is 'None'; it must be a text",
+            "line 2: the row has .* the content of message 2 is 'None'; it must be a text",
         ),
         (
             {"prompt": "a", "completion": [{"role": "assistant"}]},
-            "line 2: 'completion' .* as message 1 has no role and content; give",
+            "line 2: .* 'completion' .* as message 1 has no role and content",
         ),
     ],
 )
@@ -850,7 +850,12 @@ BAD = {  # name -> flags, what the message must say
     ),
     "columns": (
         ["--data.messages-key", "talk"],
-        ["data.train", "line 1 has neither 'talk'", "its keys: messages", "data.messages_key"],
+        [
+            "data.train",
+            "line 1: the row has neither 'talk'",
+            "its keys: messages",
+            "data.messages_key",
+        ],
     ),
     "no assistant turn": (
         ["--data.train", "{folder}/asked.jsonl"],

@@ -26,8 +26,7 @@ from minirl.config.rl import RLConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
 from minirl.view.__main__ import main
-from minirl.view.data import Runs, clean, parse_query
-from minirl.view.folder import KILLED, RunFolder, read_rows
+from minirl.view.run import KILLED, Run, parse_query, read_lines, to_json
 from minirl.view.table import Table
 from minirl.view.trajectories import token_texts
 from programs import QUICKSTART, ROOT, fork
@@ -68,12 +67,12 @@ def test_a_real_run_leaves_what_its_training_made_of_each_token(real):
     assert len(table.rows) == len(lines) == 2 * 4 * 4 and table.steps() == [0, 1]
     assert (table.rows["trained_rank"] >= 0).all() and (table.rows["advantage"] != 0).any()
     assert (table.rows["trained_rank"] != table.rows["rank"]).any()  # they have travelled
-    runs = Runs([real])
+    page = Run(real)
     of_run = [json.loads(line) for line in (real / "metrics.jsonl").read_text().splitlines()]
     for step in (0, 1):
         worst, mean, entropies, num = 0.0, 0.0, 0.0, 0
         for row in table.groups[table.groups["step"] == step]:
-            shown = runs.group(0, step, int(row["group"]))["trajectories"]
+            shown = page.group(step, int(row["group"]))["trajectories"]
             for t in shown:
                 values = t["values"]
                 sampled = np.array(t["sampled"], bool)
@@ -116,7 +115,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def groups_of(run: Path, **given: str) -> list[tuple[int, int]]:
-    found = Runs([run]).groups(0, parse_query(given))["groups"]
+    found = Run(run).groups(parse_query(given))["groups"]
     return [(g["step"], g["group"]) for g in found]
 
 
@@ -142,21 +141,21 @@ def test_filters_and_orders(run):
 def test_a_search_finds_what_is_new(run, tmp_path):
     copy = tmp_path / "growing"
     shutil.copytree(run, copy)
-    runs = Runs([copy])
+    shown = Run(copy)
     query = parse_query({"search": '\u00fcber "x"'})
-    assert runs.groups(0, query)["total"] == 0
+    assert shown.groups(query)["total"] == 0
     tokenizer = make_tokenizer([])
     found = dumped.trajectory(99, 0, "drow", tokenizer, completion='so \u00fcber "X"')
     dumped.write_step(copy / "rollouts", 3, [found])
-    assert [g["group"] for g in runs.groups(0, query)["groups"]] == [99]
+    assert [g["group"] for g in shown.groups(query)["groups"]] == [99]
     other = dumped.trajectory(99, 0, "drow", tokenizer)  # a resumed run writes the step again
     dumped.write_step(copy / "rollouts", 3, [other])
-    assert runs.groups(0, query)["total"] == 0
+    assert shown.groups(query)["total"] == 0
 
 
 def test_histograms_count_every_episode(run):
-    runs = Runs([run])
-    histograms = runs.groups(0, parse_query({"first": "1"}))["histograms"]
+    shown = Run(run)
+    histograms = shown.groups(parse_query({"first": "1"}))["histograms"]
     rewards, lengths = histograms["reward"], histograms["sampled tokens"]
     # Of each step: 8 episodes of the first two groups and the last one earn 1 by turns, 4 of a
     # group all do.
@@ -165,7 +164,7 @@ def test_histograms_count_every_episode(run):
     assert (lengths["edges"][0], lengths["counts"][0]) == (4, 2 * 15)  # "drow"
     longest = len(dumped.NASTY)
     assert lengths["edges"][-2] <= longest <= lengths["edges"][-1] and lengths["counts"][-1] == 2
-    assert runs.groups(0, parse_query({"first": "9"}))["histograms"] == {}
+    assert shown.groups(parse_query({"first": "9"}))["histograms"] == {}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_steps_without_tables_are_read_from_their_lines(run, tmp_path):
         path.unlink()
     assert groups_of(copy) == groups_of(run)
     assert groups_of(copy, flags="failed") == groups_of(run, flags="failed")
-    group = Runs([copy]).group(0, 0, 1)
+    group = Run(copy).group(0, 1)
     assert set(group["trajectories"][0]["values"]["advantage"]) == {None}
     assert group["trajectories"][0]["values"]["engine"][-1] < 0
 
@@ -202,7 +201,7 @@ def test_steps_without_tables_are_read_from_their_lines(run, tmp_path):
 def test_a_resumed_run_drops_what_it_writes_again(run, tmp_path):
     copy = tmp_path / "resumed"
     shutil.copytree(run, copy)
-    folder = RunFolder(copy)
+    folder = Run(copy)
     assert folder.describe()["steps"] == [0, 1, 2]
     records.drop_steps(copy / "rollouts", 1)
     assert folder.describe()["steps"] == [0]
@@ -240,42 +239,43 @@ def test_texts_of_tokens_join_to_the_text():
 
 def test_rows_are_read_as_they_come(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_rows(path, "") == ([], "", False, True)
+    assert read_lines(path, "") == ([], "", False, True)
     dumped.write_rows(path, [{"step": 0}, {"step": 1}])
-    first = read_rows(path, "")
+    first = read_lines(path, "")
     assert [row["step"] for row in first.rows] == [0, 1] and first.is_end
     with path.open("a") as file:
         file.write('{"step": 2}\n{"st')  # the run is writing
-    second = read_rows(path, first.place)
+    second = read_lines(path, first.place)
     assert [row["step"] for row in second.rows] == [2] and not second.is_new
     with path.open("a") as file:
         file.write('ep": 3}\n')
-    assert [row["step"] for row in read_rows(path, second.place).rows] == [3]
+    assert [row["step"] for row in read_lines(path, second.place).rows] == [3]
     (tmp_path / "new").write_text('{"step": 0}\n')
     (tmp_path / "new").replace(path)  # as a resumed run drops rows
-    again = read_rows(path, second.place)
+    again = read_lines(path, second.place)
     assert again.is_new and [row["step"] for row in again.rows] == [0]
-    assert read_rows(path, "7:99999").rows == again.rows
+    assert read_lines(path, "7:99999").rows == again.rows
 
 
 def test_a_run_that_was_killed_does_not_run(run, tmp_path):
     copy = tmp_path / "killed"
     shutil.copytree(run, copy)
     (copy / "summary.json").write_text('{"state": "running", "reason": ""}')
-    assert RunFolder(copy).describe()["state"] == KILLED
+    assert Run(copy).describe()["state"] == KILLED
     holder = "import sys, time; from pathlib import Path; from minirl.checkpoint import lock; "
     holder += "lock.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", holder, str(copy)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout.readline() == "held\n"
-        assert RunFolder(copy).describe()["state"] == "running"
+        assert Run(copy).describe()["state"] == "running"
         process.kill()
         process.wait()
-    assert RunFolder(copy).describe()["state"] == KILLED
+    assert Run(copy).describe()["state"] == KILLED
 
 
 def test_numbers_that_json_has_not():
-    assert clean({"a": [1.0, float("nan"), (float("inf"), "x")]}) == {"a": [1.0, None, [None, "x"]]}
+    value = {"a": [1.0, float("nan"), (float("inf"), "x")]}
+    assert json.loads(to_json(value)) == {"a": [1.0, None, [None, "x"]]}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,17 +378,17 @@ def test_100_000_trajectories_answer_within_a_second(tmp_path):
     ]
     for step in range(NUM_STEPS):
         dumped.write_step(rollouts, step, trajectories, mismatch=0.01 * (step + 1))
-    runs = Runs([folder])
+    shown = Run(folder)
     began = time.process_time()
-    runs.describe()
+    shown.describe()
     seconds_to_open = time.process_time() - began
-    assert len(runs.folders[0].table.rows) == 100_000
+    assert len(shown.table.rows) == 100_000
     assert seconds_to_open < 5
 
     for given in ({"sort": "mismatch"}, {"unequal": "1", "page": "500"}, {"first": "40"}):
         began = time.process_time()
-        page = runs.groups(0, parse_query(given))
-        runs.group(0, page["groups"][0]["step"], page["groups"][0]["group"])
+        page = shown.groups(parse_query(given))
+        shown.group(page["groups"][0]["step"], page["groups"][0]["group"])
         assert time.process_time() - began < 1, given
         assert len(page["groups"]) == 20
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.data.vision_base import Vision
+from minirl.data.vision import Vision
 from minirl.parallel import context as cp
 from minirl.types.blocks import AttentionPlan, Block, Padded, Rectangle, RowIndex
 from minirl.types.packed import Context, Trajectory

@@ -125,7 +125,7 @@ class RolloutConfig:
     those that it would replace, so that it always has prompts_per_step. Curriculum: prompts are
     drawn by p(1 - p) of their past success rate p (a score of eval.threshold is a success); those
     never tried count as the most uncertain, and the floor leaves none out for good. Without a
-    curriculum every epoch is a new permutation (data/curriculum.py). Partial rollouts: a step ends
+    curriculum every epoch is a new permutation (data/order.py). Partial rollouts: a step ends
     when it has enough groups. The next step continues unfinished answers under its weights, and
     `algo.correction` compares each token with the weights it was sampled with. Tickets: with `pull`
     an engine with room takes the next prompt and never waits for an environment, which balances

@@ -1,4 +1,4 @@
-"""Messages to texts and token ids, through the tokenizer's own chat template."""
+"""Messages to texts and token ids, through the chat template of the tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_unicode, library_reads, read_text
 from minirl.config.shared import RowsConfig
-from minirl.data.messages import Messages, RowPrompt, for_template, read_template_kwargs
+from minirl.data.messages import Messages, for_template, read_template_kwargs
 
 
 def load_tokenizer(
@@ -48,7 +48,8 @@ def load_tokenizer(
 def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Refuse a chat template that leaves out what the user says.
 
-    One that refuses this chat may take those of the data, which are told with their rows.
+    One that refuses this chat may take those of the data; those that it refuses are named with
+    their rows.
 
     Args:
         tokenizer: has the template.
@@ -146,38 +147,21 @@ def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTra
             f"{{{{ {begin} + {' + messages[0].content + '.join(around_prompt)} }}}}"
             "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
         )
+    # Give the template's variables values for where a rendering gives them none. A template writes
+    # values as Python does.
     kwargs = read_template_kwargs(data.chat_template_kwargs, "data.chat_template_kwargs")
-    if kwargs:
-        _set_defaults(tokenizer, kwargs)
-    return tokenizer
-
-
-def _set_defaults(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
-    """Give the template's variables values for where a rendering gives them none."""
-    defaults = ""
-    for name, value in kwargs.items():
-        defaults += (
-            f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
-        )
-    defaults += "{{ '' }}"  # A line break after a block would be left out, as the template's own.
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+        for name, value in (kwargs or {}).items()
+    )
+    if defaults:
+        defaults += "{{ '' }}"  # A line break after a block would be left out of the template.
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # Some models have one for tools beside the default one.
+    if isinstance(template, dict):  # Some models have one for tools next to the default one.
         tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
     elif template is not None:
         tokenizer.chat_template = defaults + template
-
-
-def _literal(value: Any) -> str:
-    """Return a value of YAML or JSON as a template writes it."""
-    if isinstance(value, dict):
-        items = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_literal(inner)}"
-            for key, inner in value.items()
-        ]
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
@@ -221,17 +205,9 @@ def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], wh
             return token
     raise UserError(
         f"{where}: its tokenizer has no pad token other than what ends an answer, and transformers "
-        "would take a reward model's score before the end; give the tokenizer a pad_token of its "
-        "own"
+        "would take a reward model's score before the end; give the tokenizer a pad_token "
+        "that ends no answer"
     )
-
-
-def to_messages(prompt: RowPrompt, system_prompt: str) -> Messages:
-    """Return a prompt as messages, behind the system prompt unless it is empty or there is one."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages
 
 
 def render(
@@ -279,7 +255,7 @@ def renderer(tokenizer: PreTrainedTokenizerBase, row: dict) -> Callable[..., str
 def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict]) -> None:
     """Refuse a chat template that leaves out the tools it is given.
 
-    The policy would be trained to use tools that it was never told of.
+    The policy would be trained to use tools that it has never seen.
 
     Raises:
         UserError: a chat renders alike with and without these tools.

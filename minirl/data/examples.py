@@ -1,4 +1,4 @@
-"""Examples to imitate: from rows in anyone's columns to token ids with their loss mask."""
+"""Examples to imitate or to compare, as token ids with their loss mask."""
 
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -11,103 +11,18 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images, turns
-from minirl.data.messages import fault_of, is_messages, is_prompt, why_no_messages
+from minirl.data.formats import SIDES
 from minirl.data.order import make_order
-from minirl.data.rows import (
-    Place,
-    Rows,
-    column,
-    errors_at,
-    open_rows,
-    refuse_chats,
-    template_inputs,
-    with_images,
-)
-from minirl.data.vision_base import Vision
-from minirl.parallel.machines import errors_of_all, raise_first
+from minirl.data.rows import Rows, errors_at
+from minirl.data.vision import Vision
+from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.types.images import ImageSpan
-from minirl.types.packed import Trajectory
+from minirl.types.packed import Trajectory, prompt_length
 
-
-def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Mesh) -> Rows:
-    """Return rows to imitate, in the order of their sources. Collective.
-
-    A row is, by the first of its columns that it has, a chat, a prompt with its completion (each a
-    text or messages) or a text.
-
-    Args:
-        source: one source, or several, as sources.py describes them.
-        setting: `data.train` or `data.eval`, for error messages.
-        cfg: the names of the columns.
-        mesh: the ranks.
-
-    Returns:
-        Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, with
-        "template_inputs" where they have some, or {"text": text}.
-
-    Raises:
-        UserError: a source cannot be read. A row that is none of these raises one when it is read.
-    """
-    return open_rows(source, setting, partial(to_chat, cfg=cfg), cfg, mesh)
-
-
-def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
-    """Return a row as `open_chats` does. Raises UserError if it is none of these."""
-    messages = column(raw, cfg.messages_key)
-    prompt = column(raw, cfg.prompt_key)
-    completion = column(raw, cfg.completion_key)
-    text = raw.get(cfg.text_key)
-    if messages is None and completion is None and isinstance(text, str):
-        return {"text": text}
-
-    # 1. The messages outside the loss, and those whose answers may be in it.
-    refuse_chats(place, cfg, messages, prompt if completion is not None else None, completion)
-    if isinstance(completion, str | int | float):
-        completion = [{"role": "assistant", "content": str(completion)}]
-    before = []
-    for kind, key, value in (
-        ("prompt", cfg.prompt_key, prompt),
-        ("completion", cfg.completion_key, completion),
-    ):
-        require(
-            messages is not None or not isinstance(value, list) or is_messages(value),
-            f"{place}: {key!r} (data.{kind}_key) is a list but no messages with role and "
-            f"content{fault_of(value)}; give a text, or such a list",
-        )
-    if is_messages(messages):
-        answer = chat.to_messages(messages, cfg.system_prompt)
-    elif messages is None and is_prompt(prompt) and is_messages(completion):
-        before = chat.to_messages(prompt, cfg.system_prompt)
-        answer = completion
-    else:
-        raise UserError(
-            f"{place} has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
-            f"content{fault_of(messages)}), nor {cfg.prompt_key!r} with {cfg.completion_key!r} "
-            f"(data.prompt_key, data.completion_key), nor {cfg.text_key!r} (data.text_key) "
-            f"(its keys: {', '.join(raw)}); set data.messages_key, prompt_key and "
-            "completion_key, or text_key"
-        )
-
-    # 2. The turns in the loss.
-    if problem := why_no_messages(before + answer):
-        raise UserError(
-            f"{place}: every message needs a role and a content that is a text, or a list of texts "
-            f"and images; {problem}"
-        )
-    whole = with_images(before + answer, raw, place, cfg)
-    assert not isinstance(whole, str)
-    roles = [message["role"] for message in whole]
-    trained = [i for i in range(len(before), len(whole)) if roles[i] == "assistant"]
-    if not trained:
-        raise UserError(f"{place}: no assistant turn follows")
-    if not set(roles[: trained[0]]) - {"system"}:
-        raise UserError(f"{place}: nothing is asked before the assistant's first turn")
-    return {
-        "messages": whole[: trained[-1] + 1],
-        "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
-        **template_inputs(raw, place, cfg),
-    }
+# Episodes of a judged answer:
+MATCHED = 0  # the row's answer,
+MISMATCHED = 1  # and the answer of another row after this row's prompt.
 
 
 def to_examples(
@@ -115,7 +30,7 @@ def to_examples(
 ) -> list[Trajectory]:
     """Return a row of `open_chats` as token ids, with what is in the loss marked as sampled.
 
-    It is one trajectory, or the segments of a chat whose history the chat template rewrites.
+    It is one trajectory, or the segments of a chat with a history that the chat template rewrites.
 
     Raises:
         UserError: the chat has images and the model reads none, or the chat template fails.
@@ -173,13 +88,8 @@ class StepExamples:
     num_lost: list[int]  # Rows that are lost, by each of two reasons.
 
 
-class _Work(NamedTuple):
-    """The encoding of a step's rows on this rank."""
-
-    numbers: range  # The examples of the step, on all ranks.
-    numbers_here: list[int]  # Those of this rank,
-    rows: list[int]  # and the numbers of their rows.
-    encoded: Future[list[Encoded]]
+# The number of an example, its row, and what became of that.
+_Example = tuple[int, int, Encoded]
 
 
 class Chats:
@@ -198,7 +108,7 @@ class Chats:
         "data.max_tokens = {max_tokens}; raise it"
     )
     KEPT_BYTES = 2**28  # Of the encoded rows that a rank keeps.
-    OBJECT_BYTES = 1000  # Of a trajectory beside its tokens.
+    OBJECT_BYTES = 1000  # Of a trajectory without its tokens.
 
     def __init__(
         self,
@@ -242,7 +152,8 @@ class Chats:
         self.order = make_order(rows, seed=seed, shuffle=shuffle)
         self.kept: dict[int, Encoded] = {}  # Encoded rows by their numbers.
         self.num_kept_bytes = 0
-        self.ahead: _Work | None = None  # Of the next step.
+        # The examples of the next step, and their encoding.
+        self.ahead: tuple[range, Future[list[_Example]]] | None = None
         # "{row}-{episode}" -> what takes the place of a trajectory's log-probs, float32 [L].
         self.reference_logprobs: dict[str, np.ndarray] = {}
         self._require_rows()
@@ -257,29 +168,24 @@ class Chats:
             UserError: a row cannot be encoded.
         """
         work = self._begin(numbers)
-        encoded: list[Encoded] = []
-        error = None
-        try:
-            encoded = work.encoded.result()
-        except UserError as caught:
-            error = str(caught)
-        if self.shuffle and not error:  # an evaluation has no next step
-            self.ahead = self._begin(range(numbers.stop, numbers.stop + len(numbers)))
+        encoded: list[_Example] = []
+        with errors_of_all(self.mesh):
+            encoded = work.result()
+        if self.shuffle:  # an evaluation has no next step
+            after = range(numbers.stop, numbers.stop + len(numbers))
+            self.ahead = (after, self._begin(after))
 
         here = []
         num_lost = np.zeros(2, int)
-        for number, row, result in zip(work.numbers_here, work.rows, encoded, strict=not error):
+        for number, row, result in encoded:
             num_lost += result.lost
             for t in result.trajectories:
                 logprobs = t.logprobs
                 if self.reference_logprobs:
                     logprobs = self.reference_logprobs[f"{row}-{t.episode}"]
                 here.append(replace(t, group=number, logprobs=logprobs))
-        num_rows = len({t.group for t in here})
-        num_tokens = self.count_tokens(here)
-        of_ranks = self.mesh.gather((error, [num_rows, num_tokens, *num_lost.tolist()]))
-        raise_first([error for error, _ in of_ranks])
-        num_rows, num_tokens, *lost = np.sum([counts for _, counts in of_ranks], axis=0).tolist()
+        counts = [len({t.group for t in here}), self.count_tokens(here), *num_lost.tolist()]
+        num_rows, num_tokens, *lost = np.sum(self.mesh.gather(counts), axis=0).tolist()
         return StepExamples(here, num_rows, num_tokens, lost)
 
     def count_tokens(self, examples: list[Trajectory]) -> int:
@@ -295,24 +201,39 @@ class Chats:
         here = [n for n in numbers if n % self.mesh.world_size == self.mesh.rank]
         encoded: list[Encoded] = []
         with errors_of_all(self.mesh):
-            encoded = self.thread.submit(self._encode_rows, here).result()
+            encoded = list(self.thread.map(self._encode_row, here))
         kept = {}
         for number, result in zip(here, encoded, strict=True):
             if result.trajectories:
                 kept[number] = result.trajectories
         return kept
 
-    def _begin(self, numbers: range) -> _Work:
-        """Begin to encode this rank's rows of a step, unless that has been begun."""
-        if self.ahead and self.ahead.numbers == numbers:
-            return self.ahead
-        rows = self.order.rows(numbers.start, numbers.stop)
-        # A row is always of the same rank, which may have kept it.
-        is_here = rows % self.mesh.world_size == self.mesh.rank
-        places = np.flatnonzero(is_here)
-        numbers_here = (numbers.start + places).tolist()
-        encoded = self.thread.submit(self._encode_step, rows.tolist(), places.tolist())
-        return _Work(numbers, numbers_here, rows[is_here].tolist(), encoded)
+    def _begin(self, numbers: range) -> Future[list[_Example]]:
+        """Begin to encode this rank's examples of a step, unless that has been begun."""
+        if self.ahead and self.ahead[0] == numbers:
+            return self.ahead[1]
+        rows = self.order.rows(numbers.start, numbers.stop).tolist()
+        return self.thread.submit(self._encode_step, numbers.start, rows)
+
+    def _encode_step(self, first: int, rows: list[int]) -> list[_Example]:
+        """Return this rank's examples of a step, in the thread.
+
+        A row is always of the same rank, which may have kept it.
+
+        Args:
+            first: the number of the first example of the step.
+            rows: the rows of its examples.
+        """
+        mesh = self.mesh
+        return [
+            (first + place, row, self._encode_place(rows, place))
+            for place, row in enumerate(rows)
+            if row % mesh.world_size == mesh.rank
+        ]
+
+    def _encode_place(self, rows: list[int], place: int) -> Encoded:
+        """Return the row at a place of a step as token ids."""
+        return self._encode_row(rows[place])
 
     def _require_rows(self) -> None:
         """Encode rows until one is not dropped. Collective. Raises UserError if all are."""
@@ -320,33 +241,27 @@ class Chats:
         num_lost = np.zeros(2, int)
         with errors_of_all(self.mesh):
             for number in range(self.mesh.rank, len(self.rows), self.mesh.world_size):
-                (encoded,) = self.thread.submit(self._encode_rows, [number]).result()
+                encoded = self.thread.submit(self._encode_row, number).result()
                 num_lost += encoded.lost
                 found = bool(encoded.trajectories)
                 if found:
                     break
-        of_ranks = self.mesh.gather((found, num_lost))
-        if not any(found for found, _ in of_ranks):
+        by_rank = self.mesh.gather((found, num_lost))
+        if not any(found for found, _ in by_rank):
             why = self.none_left.format(
                 num_rows=len(self.rows),
                 max_tokens=self.max_tokens,
-                num_lost=sum(lost for _, lost in of_ranks),
+                num_lost=sum(lost for _, lost in by_rank),
             )
             raise UserError(f"{self.rows.sources[0].label}: {why}")
 
-    def _encode_step(self, rows: list[int], places: list[int]) -> list[Encoded]:
-        """Return those of a step's rows that have these places in it, in the thread."""
-        return self._encode_rows([rows[place] for place in places])
-
-    def _encode_rows(self, numbers: list[int]) -> list[Encoded]:
-        """Return rows as token ids, in the thread."""
-        return [self._encode_row(number) for number in numbers]
-
     def _encode_row(self, number: int) -> Encoded:
+        """Return a row as token ids, in the thread."""
         if number in self.kept:
             return self.kept[number]
+        row = self.rows[number]
         with errors_at(self.rows.place(number)):
-            encoded = self.encode(self.rows[number])
+            encoded = self.encode(row)
         num_bytes = 0
         for t in encoded.trajectories:
             if self.score:
@@ -375,3 +290,119 @@ class Chats:
             if t.sampled.any():
                 kept.append(t)
         return Encoded(kept, (is_cut, not kept))
+
+
+class Pairs(Chats):
+    """Pairs as token ids: two trajectories of each row.
+
+    Episode 0 is the chosen side, and its reward is the margin; episode 1 is the rejected one.
+    """
+
+    lost_names = ("pairs_too_long", "pairs_equal")
+    none_left = (
+        "of {num_rows} pairs none is left: {num_lost[0]} have a side of more than "
+        "data.max_tokens = {max_tokens} tokens, {num_lost[1]} have a chosen side equal to the "
+        "rejected one"
+    )
+
+    def encode(self, row: dict) -> Encoded:
+        """Return both sides with the answer as sampled; none if too long, or equal in all tokens.
+
+        Pairs are lost by being too long, and by having two equal sides.
+        """
+        sides = []
+        for episode, side in enumerate(SIDES):
+            example = {"text": row[side]}
+            if "prompt" in row:  # the whole answer is in the loss
+                messages = row["prompt"] + row[side]
+                answer = range(len(row["prompt"]), len(messages))
+                trained = [i for i in answer if messages[i]["role"] == "assistant"]
+                example = {"messages": messages, "trained": trained}
+                if "template_inputs" in row:
+                    example["template_inputs"] = row["template_inputs"]
+            segments = self.to_examples(example)
+            require(
+                len(segments) == 1,
+                f"the chat template renders a turn of the {side} side otherwise when others "
+                "follow, and a side is one sequence; end the prompt before the last answer, or "
+                "name a template by data.chat_template that keeps what was said",
+            )
+            segments[0].episode = episode
+            sides.append(segments[0])
+        chosen, rejected = sides
+        if max(len(chosen.tokens), len(rejected.tokens)) > self.max_tokens:
+            return Encoded([], (True, False))
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            return Encoded([], (False, True))
+        if "prompt" not in row:
+            # The answers begin where the texts differ. A first token is never sampled.
+            tokens = enumerate(zip(chosen.tokens, rejected.tokens, strict=False))
+            first = next((i for i, (a, b) in tokens if a != b), 0) or 1
+            chosen.sampled[:first] = False
+            rejected.sampled[:first] = False
+        chosen.reward = row["margin"]
+        return Encoded(sides, (False, False))
+
+
+class Labelled(Chats):
+    """Judged answers as token ids. The reward of a trajectory is 1 (wanted) or -1.
+
+    With `mismatched` a row has two trajectories: its answer, and after the same prompt the
+    answer of the row before it in the step (of the last one, for the first), from which KTO
+    estimates the KL. Which one that is depends on the order of the rows alone.
+    """
+
+    mismatched = True
+    lost_names = ("rows_too_long", "rows_dropped")
+    none_left = (
+        "of {num_rows} rows none is left: {num_lost[0]} have more than data.max_tokens = "
+        "{max_tokens} tokens, {num_lost[1]} have no token in the loss"
+    )
+
+    def encode(self, row: dict) -> Encoded:
+        """Return the trajectory of a row; none if it is too long, or has nothing in the loss."""
+        segments = self.to_examples(row)
+        require(
+            len(segments) == 1,
+            "the chat template renders an answer otherwise when others follow, and a judged row is "
+            "one sequence; set data.train_on last_turn, or name a template by data.chat_template "
+            "that keeps what was said",
+        )
+        (t,) = segments
+        if len(t.tokens) > self.max_tokens:
+            return Encoded([], (True, False))
+        if not t.sampled.any():
+            return Encoded([], (False, True))
+        t.episode = MATCHED
+        t.reward = 1.0 if row["label"] else -1.0
+        return Encoded([t], (False, False))
+
+    def count_tokens(self, examples: list[Trajectory]) -> int:
+        """Return the tokens that are trained on: those of rows with their answers."""
+        return sum(len(t.tokens) for t in examples if t.episode == MATCHED)
+
+    def _encode_place(self, rows: list[int], place: int) -> Encoded:
+        """Add the answer of the nearest row before it that is not dropped, if there is one."""
+        encoded = self._encode_row(rows[place])
+        if not self.mismatched or not encoded.trajectories:
+            return encoded
+        (t,) = encoded.trajectories
+        for distance in range(1, len(rows)):
+            others = self._encode_row(rows[place - distance]).trajectories
+            if others:
+                break
+        else:
+            return encoded
+        num_prompt = prompt_length(t)
+        begin = prompt_length(others[0])
+        tokens = np.concatenate([t.tokens[:num_prompt], others[0].tokens[begin:]])
+        sampled = np.concatenate([np.zeros(num_prompt, bool), others[0].sampled[begin:]])
+        mismatched = replace(
+            t,
+            tokens=tokens[: self.max_tokens],
+            sampled=sampled[: self.max_tokens],
+            logprobs=np.zeros(min(len(tokens), self.max_tokens), np.float32),
+            images=[span for span in t.images if span.start < num_prompt],
+            episode=MISMATCHED,
+        )
+        return Encoded([t, mismatched], encoded.lost)

@@ -10,10 +10,10 @@ import io
 import itertools
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import cachetools
 from PIL import Image
 
 from minirl.base.errors import UserError
@@ -35,6 +35,7 @@ _UNREADABLE = (
     Image.DecompressionBombError,
 )  # as Pillow's readers raise for files that are damaged
 MAX_FILE_BYTES = 64 * 2**20
+DECODED_BYTES = 2**28  # Of the images that are kept decoded.
 
 
 class BadImage(UserError):
@@ -58,13 +59,20 @@ def to_url(image: object) -> str:
         image.save(file, "PNG")
         image = file.getvalue()
     if isinstance(image, str) and not image.startswith("data:"):
+        path = Path(image)
         try:
-            image = _read(Path(image))
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            if path.exists() and not path.is_file():  # A device or a pipe may have no end,
+                raise ValueError("it is no regular file")
+            with path.open("rb") as opened:
+                content = opened.read(MAX_FILE_BYTES + 1)  # and some files of /proc have none.
+            if len(content) > MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {MAX_FILE_BYTES // 2**20} MiB")
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have, too
             raise BadImage(
                 f"image {image[:200]!r} cannot be read ({error}); give a path, bytes, a PIL image "
                 "or a data URL"
             ) from error
+        image = content
     if isinstance(image, bytes):
         image = f"data:image;base64,{base64.b64encode(image).decode()}"
     if not isinstance(image, str):
@@ -75,34 +83,20 @@ def to_url(image: object) -> str:
     return image
 
 
-def _read(path: Path) -> bytes:
-    """Return what a file holds.
-
-    Raises:
-        OSError, ValueError: there is none, it is a device or a pipe, which may have no end, or it
-            is too large for an image.
-    """
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)  # some files of /proc have no end either
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES // 2**20} MiB")
-    return data
+def _num_bytes(picture: Image.Image) -> int:
+    return 3 * picture.width * picture.height
 
 
+# The samples of a prompt read the same image. Environments show images from their threads.
+@cachetools.cached(cachetools.LRUCache(DECODED_BYTES, _num_bytes), lock=threading.Lock())
 def rgb(url: str) -> Image.Image:
-    """Return the pixels of a data URL, which nobody may change.
+    """Return the pixels of a data URL, which nobody may change. Those read last are kept.
 
     Raises:
         BadImage: it holds no image, or one that is too large.
     """
-    picture = _decoded.get(url)
-    if picture is None:
-        with _open(url) as image:
-            picture = image.convert("RGB")
-        _decoded.put(url, picture)
-    return picture
+    with _open(url) as image:
+        return image.convert("RGB")
 
 
 def size(url: str) -> tuple[int, int]:
@@ -129,39 +123,6 @@ def _open(url: str) -> Iterator[Image.Image]:
             yield image
     except _UNREADABLE as error:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
-
-
-class _Decoded:
-    """The images that were decoded last: the samples of a prompt read the same one."""
-
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._images: OrderedDict[str, Image.Image] = OrderedDict()
-        self._lock = threading.Lock()  # environments show images from threads of their own
-
-    def get(self, url: str) -> Image.Image | None:
-        """Return the image if it is here."""
-        with self._lock:
-            if url in self._images:
-                self._images.move_to_end(url)
-            return self._images.get(url)
-
-    def put(self, url: str, image: Image.Image) -> None:
-        """Keep the image, and drop those that were read longest ago. One that is too large goes."""
-        with self._lock:
-            if url not in self._images:
-                self._images[url] = image
-                self.num_bytes += self._size(url, image)
-            while self.num_bytes > self.max_bytes:
-                self.num_bytes -= self._size(*self._images.popitem(last=False))
-
-    @staticmethod
-    def _size(url: str, image: Image.Image) -> int:
-        return len(url) + 3 * image.width * image.height
-
-
-_decoded = _Decoded(256 * 2**20)
 
 
 def attach(messages: Messages, images: Iterable[object]) -> Messages:

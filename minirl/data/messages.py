@@ -27,8 +27,16 @@ SPEAKERS = {
 }
 
 
+def to_messages(prompt: RowPrompt, system_prompt: str) -> Messages:
+    """Return a prompt as messages, after the system prompt unless it is empty or there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
 def from_sharegpt(raw: dict) -> dict:
-    """Return a row whose messages have role and content, where ShareGPT has `from` and `value`.
+    """Return a row with role and content in its messages, where ShareGPT has `from` and `value`.
 
     A list of such messages is replaced in whatever column it is, and so is a single one: the two
     sides of a pair. `system`, if the row has it, is put before `conversations`, and `<image>` is
@@ -112,8 +120,8 @@ def _why_not_of_sharegpt(messages: list) -> str:
     for number, message in enumerate(messages, start=1):
         if not _are_of_sharegpt([message]):
             return (
-                f"message {number} is {str(message)[:80]}, whose from must be one of "
-                f"{', '.join(SPEAKERS)}, and whose value a text"
+                f"message {number} is {str(message)[:80]}; its from must be one of "
+                f"{', '.join(SPEAKERS)}, and its value a text"
             )
     return "its messages have from and value"
 
@@ -166,16 +174,9 @@ def _why_no_calls(calls: object) -> str:
 
 
 def _arguments(function: dict) -> Any:
-    """Return the arguments of a call, read if they are a JSON text; None if they cannot be."""
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        return {}
-    if isinstance(arguments, str):
-        try:
-            return parse_json(arguments)
-        except ValueError:
-            return None
-    return arguments
+    """Return the arguments of a call, read if they are a JSON text."""
+    arguments = _parsed(function.get("arguments"))
+    return {} if arguments is None else arguments
 
 
 def for_template(messages: Messages) -> Messages:

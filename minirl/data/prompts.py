@@ -1,8 +1,7 @@
-"""Prompts for RL: from rows in anyone's columns to token ids."""
+"""Prompts for RL as token ids."""
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -10,91 +9,13 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.config.shared import DataConfig
 from minirl.data import chat, images
-from minirl.data.messages import fault_of, is_messages, is_prompt
+from minirl.data.formats import NO_PROMPT
+from minirl.data.messages import to_messages
 from minirl.data.order import make_order
-from minirl.data.rows import (
-    Place,
-    Rows,
-    column,
-    errors_at,
-    open_rows,
-    refuse_chats,
-    require_column,
-    template_inputs,
-    with_images,
-)
-from minirl.data.vision_base import Vision
+from minirl.data.rows import Rows, errors_at
+from minirl.data.vision import Vision
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
-
-NO_PROMPT = ""  # Of a row whose environment makes the prompt.
-
-
-def open_prompts(
-    source: str | list[str],
-    setting: str,
-    cfg: DataConfig,
-    mesh: Mesh,
-    *,
-    own_prompts: bool = False,
-) -> Rows:
-    """Return the rows of `data.train` or `data.eval`, of which distinct ones are used. Collective.
-
-    They stay in the order of their sources. Every row has "prompt" and, where the source has one,
-    "answer", whatever the columns are called there; "data_source" where a column names it or there
-    are several sources; "template_inputs" where it has tools or arguments for the template; and
-    all that it had.
-
-    Args:
-        source: one source, or several, as sources.py describes them.
-        setting: `data.train` or `data.eval`, for error messages.
-        cfg: the names of the columns.
-        mesh: the ranks.
-        own_prompts: the environment may make the prompts, so that rows need none. One without has
-            the empty text.
-
-    Raises:
-        UserError: a source cannot be read. A row without a prompt raises one when it is read.
-    """
-    make_row = partial(
-        _to_prompt, cfg=cfg, several=isinstance(source, list), own_prompts=own_prompts
-    )
-    return open_rows(source, setting, make_row, cfg, mesh, distinct=True, own_prompts=own_prompts)
-
-
-def _to_prompt(
-    raw: dict, place: Place, cfg: DataConfig, several: bool, own_prompts: bool = False
-) -> dict:
-    require_column(raw, "data.answer_key", cfg.answer_key, "answer", place)
-    prompt = column(raw, cfg.prompt_key)
-    is_left_to_env = prompt is None and own_prompts
-    if is_left_to_env:
-        prompt = NO_PROMPT
-    answer = column(raw, cfg.answer_key)
-    # Of a chat to imitate, the last turn is the answer.
-    chats = ("messages", "conversations")
-    is_chat = cfg.prompt_key not in chats and any(prompt is raw.get(name) for name in chats)
-    if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
-        answer = prompt[-1]["content"] if answer is None else answer
-        prompt = prompt[:-1]
-    if not is_left_to_env and not is_prompt(prompt):
-        raise UserError(
-            f"{place}: data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages "
-            f"with role and content{fault_of(prompt)} (its keys: {', '.join(map(str, raw))}); set "
-            "data.prompt_key to the one that holds the prompt"
-        )
-    refuse_chats(place, cfg, prompt)
-    row = dict(raw)
-    row.pop(cfg.images_key, None)
-    row.pop("image", None)
-    row |= template_inputs(raw, place, cfg)
-    row["prompt"] = with_images(prompt, raw, place, cfg)
-    if answer is not None:
-        row["answer"] = answer
-    data_source = column(raw, cfg.source_key) or (place.source.name if several else None)
-    if data_source:
-        row["data_source"] = str(data_source)
-    return row
 
 
 class Prompts:
@@ -129,7 +50,7 @@ class Prompts:
 
     def messages(self, row: dict) -> list[dict]:
         """Return the chat that a row's prompt begins, with data.system_prompt."""
-        return chat.to_messages(row["prompt"], self.cfg.system_prompt)
+        return to_messages(row["prompt"], self.cfg.system_prompt)
 
     def rendered(self, row: dict) -> str:
         """Return the text of a row's prompt, up to where the assistant begins; "" without one."""
@@ -153,7 +74,7 @@ class Prompts:
 
         Args:
             mesh: the ranks.
-            bit: the mark of rows whose prompts may be too long, by `LengthBound`.
+            bit: the mark of rows with prompts that may be too long, by `LengthBound`.
             num_tickets: how many tickets the run draws in the order of the rows; None: any row may
                 be drawn.
 
@@ -177,11 +98,19 @@ class Prompts:
         too_long = []
         with errors_of_all(mesh):
             for number in numbers[mesh.rank :: mesh.world_size].tolist():
+                row = rows[number]
                 with errors_at(rows.place(number)):
-                    num_tokens = len(self.encode(rows[number]))
-                    if num_tokens > limit and not self._is_cut(rows[number]):
-                        self._refuse(rows[number], num_tokens)
-                        too_long.append(number)
+                    num_tokens = len(self.encode(row))
+                    is_cut = self.cut_to and not images.of_chat(self.messages(row))
+                    if num_tokens <= limit or is_cut:
+                        continue
+                    if self.cfg.too_long != "drop":
+                        raise UserError(
+                            f"a prompt has {num_tokens} tokens, more than data.max_prompt_tokens = "
+                            f"{limit}; raise it (and engine.max_model_len) or set data.too_long = "
+                            f"drop: {str(row['prompt'])[:80]!r}..."
+                        )
+                    too_long.append(number)
         dropped = mesh.gather_array(np.array(too_long, np.int64))
         label = rows.sources[0].label
         require(
@@ -193,19 +122,6 @@ class Prompts:
             self.rows = rows.take(np.delete(np.arange(len(rows)), dropped))
             self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
         return len(dropped)
-
-    def _is_cut(self, row: dict) -> bool:
-        """Return whether a prompt that is too long is cut."""
-        return bool(self.cut_to) and not images.of_chat(self.messages(row))
-
-    def _refuse(self, row: dict, num_tokens: int) -> None:
-        """Raise UserError for a prompt that is too long, unless it may be dropped."""
-        if self.cfg.too_long != "drop":
-            raise UserError(
-                f"a prompt has {num_tokens} tokens, more than data.max_prompt_tokens = "
-                f"{self.cfg.max_prompt_tokens}; raise it (and engine.max_model_len) or set "
-                f"data.too_long = drop: {str(row['prompt'])[:80]!r}..."
-            )
 
 
 class LengthBound:
@@ -226,7 +142,7 @@ class LengthBound:
         # How many tokens the template adds at most, by the roles of a chat.
         self.added_to_chat: dict[tuple[str, ...], float] = {}
         # And what surrounds a prompt that is a text, with the system prompt.
-        around = chat.to_messages("x", cfg.system_prompt)[:-1]
+        around = to_messages("x", cfg.system_prompt)[:-1]
         self.added_to_text = self._added((*[message["role"] for message in around], "user"))
         self.added_to_text += sum(self._most_tokens(message["content"]) for message in around)
 
@@ -238,11 +154,11 @@ class LengthBound:
         if isinstance(prompt, str):
             return self._most_tokens(prompt) + self.added_to_text > self.cfg.max_prompt_tokens
         num_tokens = 0.0
-        messages = chat.to_messages(prompt, self.cfg.system_prompt)
+        messages = to_messages(prompt, self.cfg.system_prompt)
         for message in messages:
             content = message["content"]
             if len(message) > 2 or not isinstance(content, str):
-                return True  # images, or what a template reads beside the content
+                return True  # images, or what a template reads next to the content
             num_tokens += self._most_tokens(content)
         roles = tuple([message["role"] for message in messages])
         if roles not in self.added_to_chat:
@@ -265,5 +181,5 @@ class LengthBound:
                 lengths.append(self._most_tokens(text) - len(content) * len(roles))
         except UserError:  # encoding the prompt says why
             return math.inf
-        # Some tokenizers begin a text with a space of their own.
+        # Some tokenizers begin a text with a space that they add.
         return lengths[0] + 1 if lengths[0] == lengths[1] else math.inf

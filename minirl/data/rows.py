@@ -1,8 +1,7 @@
-"""Rows, each read when it is asked for, and what others call their columns."""
+"""Rows of all sources, each read and made when it is asked for."""
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,30 +10,10 @@ import numpy as np
 
 from minirl.base.errors import UserError, require
 from minirl.config.shared import RowsConfig
-from minirl.data.chat import to_messages
-from minirl.data.images import BadImage, attach
-from minirl.data.messages import (
-    RowPrompt,
-    for_template,
-    from_sharegpt,
-    has_calls,
-    read_template_kwargs,
-    read_tools,
-    without_none,
-)
+from minirl.data.messages import from_sharegpt
 from minirl.data.sources import Source, open_source
 from minirl.parallel.machines import check_same
 from minirl.parallel.mesh import Mesh
-
-# What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
-# default name; a setting that asks for another name has no alternatives.
-OTHER_NAMES = {
-    "prompt": ("instruction", "input", "context_messages", "messages", "conversations"),
-    "messages": ("conversations",),
-    "completion": ("output",),
-    "answer": ("solution", "label"),
-    "data_source": ("datasource",),
-}
 
 BLOCK_ROWS = 128  # Rows that are read from a source at once.
 
@@ -43,14 +22,23 @@ class Place(NamedTuple):
     """Where a row is from; as a text it is what an error message begins with."""
 
     source: Source
-    number: int  # Of the row, in the source.
+    number: int  # The number of the row in the source.
 
     def __str__(self) -> str:
         return self.source.where(self.number)
 
 
-# make_row(raw, place): a row of what its source holds.
-MakeRow = Callable[[dict, Place], dict]
+@contextlib.contextmanager
+def errors_at(place: Place) -> Iterator[None]:
+    """Begin the message of a UserError in the block by the place of the row that it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+# make_row(raw, source): a row of what its source holds.
+MakeRow = Callable[[dict, Source], dict]
 
 
 @dataclass(eq=False)
@@ -60,14 +48,15 @@ class Rows(Sequence[dict]):
     sources: list[Source]  # What the rows are read from, end to end.
     make_row: MakeRow  # Makes a row of what its source holds.
     distinct: bool  # Of equal rows only the first is to be used.
-    numbers: np.ndarray  # int [N]: of each row its number in the sources, end to end.
+    numbers: np.ndarray  # int [N]: the number of each row in the sources, end to end.
     marks: np.ndarray  # uint8 [N]: what `read_rows` noted of each row; 0 before.
-    # Columns that the user has named, and that no row has been seen with so far: setting -> name.
-    missing: dict[str, str] = field(default_factory=dict)
-    # Whether prompts may be made of rows by an environment, so that all may have one prompt.
-    own_prompts: bool = False
+    # Columns that the user has named by another name than the default: setting -> name,
+    named: dict[str, str] = field(default_factory=dict)
+    # and the settings of those that no row has been seen with so far.
+    missing: set[str] = field(default_factory=set)
+    # Whether an environment may make the prompts, so that all rows may have the empty one.
+    env_prompts: bool = False
     num_doubles: int = 0  # Rows that `read_rows` left out, because they equal others.
-    nested: tuple[str, ...] = ()  # Columns that the user has named with dots in their names.
     # int64 [S]: the number of each source's first row.
     first_numbers: np.ndarray = field(init=False)
 
@@ -80,7 +69,7 @@ class Rows(Sequence[dict]):
 
     def __getitem__(self, i: int) -> dict:  # type: ignore[override]  # takes no slices
         place = self.place(i)
-        return self._make(place.source.rows[place.number], place)
+        return self._make(place.source.rows[place.number], *place)
 
     def place(self, i: int) -> Place:
         """Return where a row is from."""
@@ -88,9 +77,9 @@ class Rows(Sequence[dict]):
         source = int(np.searchsorted(self.first_numbers, number, side="right")) - 1
         return Place(self.sources[source], number - int(self.first_numbers[source]))
 
-    def source_numbers(self, first: int = 0, last: int | None = None) -> np.ndarray:
+    def source_numbers(self) -> np.ndarray:
         """Return the number of each row's source, int64."""
-        return np.searchsorted(self.first_numbers, self.numbers[first:last], side="right") - 1
+        return np.searchsorted(self.first_numbers, self.numbers, side="right") - 1
 
     def first_marked(self, bit: int) -> int | None:
         """Return which row is the first with this mark; None: no row has it."""
@@ -102,34 +91,40 @@ class Rows(Sequence[dict]):
         return replace(self, numbers=self.numbers[chosen], marks=self.marks[chosen])
 
     def read(self, first: int, last: int) -> Iterator[dict]:
-        """Make the rows from `first` to before `last`; many are read from a source at once."""
-        for start in range(first, last, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, last)
-            # A block ends where the next row is not the one behind, or is of another source.
-            is_gap = np.diff(self.numbers[start:stop].astype(np.int64)) != 1
-            is_gap |= np.diff(self.source_numbers(start, stop)) != 0
-            borders = (np.flatnonzero(is_gap) + start + 1).tolist()
-            for block in itertools.pairwise([start, *borders, stop]):
-                yield from self._read_block(*block)
+        """Make the rows from `first` to before `last`; many are read from a source at once.
 
-    def _read_block(self, first: int, last: int) -> Iterator[dict]:
-        """Make rows that stand one behind the other in one source."""
-        source, number = self.place(first)
-        for raw in source.read(number, number + last - first):
-            yield self._make(raw, Place(source, number))
-            number += 1
+        Args:
+            first: the place of a row here. Rows must be all of their sources, as `open_rows`
+                returns them.
+            last: the place after the last row.
+        """
+        while first < last:
+            source, number = self.place(first)
+            # Where a source ends, the numbers of the next one need not follow (data.max_samples).
+            most = min(BLOCK_ROWS, last - first, len(source.rows) - number)
+            numbers = self.numbers[first : first + most].astype(np.int64)
+            size = int(np.count_nonzero(numbers - numbers[0] == np.arange(most)))
+            for raw in source.read(number, number + size):
+                yield self._make(raw, source, number)
+                number += 1
+            first += size
 
-    def _make(self, raw: object, place: Place) -> dict:
+    def _make(self, raw: object, source: Source, number: int) -> dict:
+        """Make a row of what its source holds. Raises UserError with its place."""
         if not isinstance(raw, dict):
-            kind = type(raw).__name__
-            raise UserError(f"{place}: a row must be an object of named values, not a {kind}")
-        for key in self.nested:
-            if (value := _value_inside(raw, key)) is not None:
+            raise UserError(
+                f"{source.where(number)}: a row must be an object of named values, not a "
+                f"{type(raw).__name__}"
+            )
+        for setting, key in self.named.items():
+            if "." in key and (value := _value_inside(raw, key)) is not None:
                 raw = {**raw, key: value}
-        if self.missing:
-            for setting in [name for name, key in self.missing.items() if key in raw]:
-                del self.missing[setting]
-        return self.make_row(from_sharegpt(raw), place)
+            if key in raw:
+                self.missing.discard(setting)
+        try:
+            return self.make_row(from_sharegpt(raw), source)
+        except UserError as error:
+            raise UserError(f"{source.where(number)}: {error}") from error
 
 
 def open_rows(
@@ -140,7 +135,7 @@ def open_rows(
     mesh: Mesh,
     *,
     distinct: bool = False,
-    own_prompts: bool = False,
+    env_prompts: bool = False,
 ) -> Rows:
     """Return the rows of one or several sources, end to end. Collective. `read_rows` checks them.
 
@@ -152,7 +147,7 @@ def open_rows(
             names of the columns.
         mesh: the ranks.
         distinct: of equal rows only the first is to be used.
-        own_prompts: an environment may make the prompts of the rows.
+        env_prompts: an environment may make the prompts of the rows.
 
     Raises:
         UserError: a source cannot be read or has no rows, or only some of the sources have weights.
@@ -177,20 +172,22 @@ def open_rows(
         numbers.append(np.arange(first_number, last, dtype=dtype))
         first_number += size
     all_numbers = np.concatenate(numbers)
-    marks = np.zeros(len(all_numbers), np.uint8)
-    named = named_columns(cfg)
-    nested = tuple(key for key in named.values() if "." in key)
-    return Rows(sources, make_row, distinct, all_numbers, marks, named, own_prompts, nested=nested)
 
-
-def named_columns(cfg: RowsConfig) -> dict[str, str]:
-    """Return the settings that name a column by another name than the default: setting -> name."""
     values = dataclasses.asdict(cfg)
     named = {}
     for option in dataclasses.fields(cfg):
         if option.name.endswith("_key") and values[option.name] != option.default:
             named[f"data.{option.name}"] = values[option.name]
-    return named
+    return Rows(
+        sources,
+        make_row,
+        distinct,
+        all_numbers,
+        marks=np.zeros(len(all_numbers), np.uint8),
+        named=named,
+        missing=set(named),
+        env_prompts=env_prompts,
+    )
 
 
 def _value_inside(row: dict, key: str) -> Any:
@@ -206,99 +203,3 @@ def _value_inside(row: dict, key: str) -> Any:
             return None
         value = value.get(name)
     return value
-
-
-@contextlib.contextmanager
-def errors_at(place: Place) -> Iterator[None]:
-    """Begin the message of a UserError in the block by the place of the row that it is about."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-
-
-def column(row: dict, key: str) -> Any:
-    """Return a row's value under `key` or under what others call it; None if there is none.
-
-    Alpaca's `instruction` comes together with its `input`, if the row has that too.
-    """
-    value = row.get(key)
-    if value is not None:
-        return value
-    for name in OTHER_NAMES.get(key, ()):
-        value = row.get(name)
-        if value is None:
-            continue
-        context = row.get("input")
-        if name == "instruction" and isinstance(value, str) and isinstance(context, str):
-            return "\n\n".join(text for text in (value, context) if text)
-        return value
-    return None
-
-
-def require_column(raw: dict, setting: str, key: str, default: str, place: Place) -> None:
-    """Refuse a row without the named column that has the default one. Raises UserError.
-
-    Rows may lack it. But one that has the default's column instead was meant otherwise.
-    """
-    if key in raw or key == default or raw.get(default) is None:
-        return  # Nearly every row: a message is made for a bad one only.
-    raise UserError(
-        f"{place}: {setting} = {key!r} names no column, and the row has {default!r} (its keys: "
-        f"{', '.join(map(str, raw))}); set {setting} to one of them"
-    )
-
-
-def with_images(prompt: RowPrompt, row: dict, place: Place, cfg: RowsConfig) -> RowPrompt:
-    """Return the prompt with the images of its row: data.images_key, or the one in `image`.
-
-    A text with images becomes messages, and messages get the form that chat templates want.
-
-    Raises:
-        UserError: an image cannot be read, or images and places for them do not match.
-    """
-    row_images = row.get(cfg.images_key)
-    if not row_images and row.get("image") is not None:
-        row_images = [row["image"]]
-    if isinstance(prompt, str) and not row_images:
-        return prompt
-    messages = to_messages(prompt, "")
-    if has_calls(messages):
-        messages = for_template(without_none(messages) if place.source.is_arrow else messages)
-    try:
-        return attach(messages, row_images or [])
-    except BadImage as error:
-        raise UserError(f"{place}: {error}") from error
-
-
-def template_inputs(raw: dict, place: Place, cfg: RowsConfig) -> dict:
-    """Return what a chat template gets of a row beside messages, to be added to the row.
-
-    Returns:
-        {"template_inputs": arguments of `chat.render`, `tools` and `chat_template_kwargs`, each if
-        the row has it}; {} if it has neither.
-
-    Raises:
-        UserError: one is not what it should be.
-    """
-    inputs: dict[str, list[dict] | dict] = {}
-    tools = raw.get(cfg.tools_key) if cfg.tools_key else None
-    if tools is not None:
-        found = read_tools(tools, f"{place}: data.tools_key = {cfg.tools_key!r}")
-        if found:
-            inputs["tools"] = found
-    kwargs = raw.get("chat_template_kwargs")
-    if kwargs is not None:
-        read = read_template_kwargs(kwargs, f"{place}: chat_template_kwargs")
-        if read:
-            inputs["chat_template_kwargs"] = read
-    return {"template_inputs": inputs} if inputs else {}
-
-
-def refuse_chats(place: Place, cfg: RowsConfig, *values: object) -> None:
-    """Refuse messages where no chat template is to be applied. Raises UserError."""
-    if not cfg.apply_chat_template and any(isinstance(value, list) for value in values):
-        raise UserError(
-            f"{place}: data.apply_chat_template = False takes texts, and the row has messages, "
-            "which only a chat template makes a text of; set it to True"
-        )

@@ -12,34 +12,135 @@ Every source has the options `weight`, its share of the training examples among 
 `name`, what metrics call it. In YAML several sources are a list, with one on each line (or each in
 quotes: a `?` has a meaning between brackets).
 
-Rows are read when they are asked for: JSON lines from their place in the file, Parquet and what
-`datasets` loads from memory-mapped Arrow files. So the ranks of a machine do not each hold a large
-file's rows.
+Rows are read when they are asked for, so that the ranks of a machine do not each hold a large
+file's rows: Parquet and what `datasets` loads from memory-mapped Arrow files, JSON lines from their
+place in the file. The JSON reader of `datasets` would take these, too. But it copies the file into
+its cache, gives no line of an error, and changes values: a date in a text becomes a datetime, a
+large integer a float; before version 5 it gives objects a None for each key that others have.
 """
 
 import contextlib
 import csv
 import difflib
+import fcntl
+import hashlib
+import io
 import json
 import math
+import os
+import shutil
 import sys
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
+import numpy as np
+
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_file, library_reads, parse_json
 from minirl.config.named import GYM, check_source
-from minirl.data.compressed import ENDINGS, decompressed
-from minirl.data.json_lines import JsonLines
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 
-# `datasets` and reasoning-gym take a second each to import, and most runs read files of their own.
+# `datasets` and reasoning-gym take a second each to import, and most runs read JSON lines.
 if TYPE_CHECKING:
     import datasets
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Ending of a file -> what pyarrow calls it.
+BLOCK_BYTES = 2**20  # Of a compressed file, read at once.
+
+
+class JsonLines(Sequence):
+    """The lines of a file that are not blank, parsed when they are asked for.
+
+    Memory holds 8 bytes a line.
+    """
+
+    def __init__(self, file: io.BufferedReader, label: str, mesh: Mesh | None = None):
+        """Find the lines of the file. Collective with a mesh: each rank reads its share.
+
+        Args:
+            file: the open file.
+            label: begins an error message.
+            mesh: the ranks; None: this process alone reads the file.
+
+        Raises:
+            UserError: the ranks see files of different sizes.
+        """
+        self.file = file
+        self.label = label
+        self.size = os.fstat(file.fileno()).st_size
+        rank, world_size = (mesh.rank, mesh.world_size) if mesh else (0, 1)
+        if mesh:
+            sizes = mesh.gather(self.size)
+            require(
+                len(set(sizes)) == 1,
+                f"{label}: the ranks see files of {min(sizes)} to {max(sizes)} bytes; give all "
+                "machines the same file",
+            )
+        # A rank finds the lines that begin in its share of the bytes.
+        first = self.size * rank // world_size
+        last = self.size * (rank + 1) // world_size
+        place = max(first - 1, 0)
+        file.seek(place)
+        if first:
+            place += len(file.readline())
+        found = array("q")
+        for line in file:
+            if place >= last:
+                break
+            if not line.isspace():
+                found.append(place)
+            place += len(line)
+        starts = np.frombuffer(found, np.int64)
+        # int64 [N]: the first byte of each line that is not blank.
+        self.starts = mesh.gather_array(starts) if mesh else starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, i: int) -> Any:  # type: ignore[override]  # takes no slices
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self.read(i, i + 1)[0]
+
+    def read(self, first: int, last: int) -> list:
+        """Return the lines from `first` to before `last`, read at once and parsed.
+
+        Raises:
+            UserError: a line is not JSON.
+        """
+        begin = int(self.starts[first])
+        end = int(self.starts[last]) if last < len(self) else self.size
+        block = os.pread(self.file.fileno(), end - begin, begin)
+        rows = []
+        for line in io.BytesIO(block):
+            if line.isspace():
+                continue
+            try:
+                rows.append(parse_json(line.decode()))
+            except ValueError as error:
+                wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
+                raise UserError(
+                    f"{self.where(first + len(rows))} is not {wanted}: {error}; correct or remove "
+                    "the line"
+                ) from error
+        return rows
+
+    def where(self, i: int) -> str:
+        """Return the place of a line for an error message: its number in the file, from 1."""
+        number = 1
+        place = 0
+        self.file.seek(0)
+        for line in self.file:
+            if place >= self.starts[i]:
+                break
+            place += len(line)
+            number += 1
+        return f"{self.label}: line {number}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +152,14 @@ class Source:
     weight: float | None  # Its share among several sources; None: by its size.
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
-    # They are of `datasets`: nested values have None for what other rows have there.
-    is_arrow: bool
+
+    @property
+    def is_arrow(self) -> bool:
+        """Return whether nested values may have None for what other rows have there.
+
+        In what `datasets` loads, some versions of it put that there.
+        """
+        return not isinstance(self.rows, list | JsonLines)
 
     def read(self, first: int, last: int) -> list:
         """Return the rows from `first` to before `last`, read at once."""
@@ -83,23 +190,42 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
         UserError: it is not there, or has no such option. A line that is no JSON raises one when it
             is read.
     """
-    with errors_of_machines(mesh) if mesh else contextlib.nullcontext():
-        source, lines = _open(text, setting)
-    if lines:
-        return replace(source, rows=JsonLines(lines, source.label, mesh))
-    return source
-
-
-def _open(text: str, setting: str) -> tuple[Source, Path | None]:
-    """Open a source; return it, and the file of JSON lines whose rows it still lacks."""
-    check_source(text, setting)
     label = f"{setting} = {text}"
     place, _, query = text.partition("?")
     path = Path(place)
     generator = place.removeprefix(GYM)
     is_generated = place.startswith(GYM)
+    with errors_of_machines(mesh) if mesh else contextlib.nullcontext():
+        check_source(text, setting)
+        options, weight = _read_options(query, label)
+        name = options.pop("name", "")
+        if is_generated:
+            rows: Sequence | io.BufferedReader = _generate(generator, options, label)
+            default_name = generator
+        elif is_file(path):
+            require(
+                not options,
+                f"{label}: a file has no option {min(options, default='')}; it has weight and name",
+            )
+            default_name = path.stem
+            if path.suffix in COMPRESSIONS:
+                default_name = Path(path.stem).stem
+                path = decompressed(path, label)
+            rows = _read_file(path, label)
+        else:
+            rows = _load_dataset(path, options, label)
+            default_name = place
+    return Source(
+        label=label,
+        name=name or default_name,
+        weight=weight,
+        is_generated=is_generated,
+        rows=JsonLines(rows, label, mesh) if isinstance(rows, io.BufferedReader) else rows,
+    )
 
-    # 1. The options that every source has.
+
+def _read_options(query: str, label: str) -> tuple[dict[str, str], float | None]:
+    """Return the options of a source, and its weight, which is none of them, if it has one."""
     weight = None
     try:
         options = dict(parse_qsl(query, strict_parsing=bool(query)))
@@ -112,57 +238,70 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
             f"{label}: {error}; options are written ?name=value&name=value, and weight is a number "
             "above 0"
         ) from error
-    plain = path.stem if path.suffix in ENDINGS else path.name  # Its name without `.gz`.
-    name = options.pop("name", Path(plain).stem if is_file(path) else generator)
-
-    # 2. Its rows.
-    rows: Sequence | None
-    is_arrow = False
-    if is_generated:
-        rows = _generate(generator, options, label)
-    elif is_file(path):
-        if options:
-            raise UserError(
-                f"{label}: a file has no option {next(iter(options))}; it has weight and name"
-            )
-        if path.suffix in ENDINGS:
-            import datasets
-
-            path = decompressed(path, Path(datasets.config.HF_DATASETS_CACHE), label)
-        is_arrow = path.suffix == ".parquet"
-        rows = _read_parquet(path, label) if is_arrow else _read_file(path, label)
-    else:
-        is_arrow = True
-        rows = _load_dataset(path, options, label)
-    source = Source(
-        label=label,
-        name=name,
-        weight=weight,
-        is_generated=is_generated,
-        rows=() if rows is None else rows,
-        is_arrow=is_arrow,
-    )
-    return source, path if rows is None else None
+    return options, weight
 
 
-def _read_parquet(path: Path, label: str) -> "datasets.Dataset":
+def decompressed(path: Path, label: str) -> Path:
+    """Return the decompressed copy of a file; its name ends as that of the file without `.gz`.
+
+    A row is read from its place in a file, which a compressed file cannot be asked for. The first
+    process to ask makes the copy, and the others on the machine wait. A file that has changed, by
+    its size or time, is another file.
+
+    Args:
+        path: a file with one of the endings of COMPRESSIONS.
+        label: begins an error message.
+
+    Raises:
+        UserError: it is damaged or cut off, or the cache of `datasets` has no room.
+    """
     import datasets
-    from datasets.exceptions import DatasetsError
-    from pyarrow.parquet import read_metadata
+    import pyarrow
 
-    datasets.disable_progress_bars()
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "minirl"
     try:
-        # Without rows `datasets` says no more than that an error occurred.
-        require(read_metadata(path).num_rows, f"{label}: no rows")
-        return datasets.Dataset.from_parquet(str(path))
-    except (DatasetsError, OSError, ValueError) as error:
+        status = path.stat()
+        key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        copy = folder / f"{name}{Path(path.stem).suffix}"
+        partial = folder / f"{name}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not copy.exists():
+                try:
+                    compression = COMPRESSIONS[path.suffix]
+                    with (
+                        pyarrow.input_stream(str(path), compression=compression) as content,
+                        partial.open("wb") as file,
+                    ):
+                        shutil.copyfileobj(content, file, BLOCK_BYTES)
+                    partial.replace(copy)
+                finally:
+                    partial.unlink(missing_ok=True)  # it is there if something failed
+    except OSError as error:
+        if error.errno is None:  # It is pyarrow's, of what it reads, and none of a disk.
+            raise UserError(
+                f"{label}: not a good {path.suffix} file: {error}; download or compress it again"
+            ) from error
         raise UserError(
-            f"{label}: not a good .parquet file: {error}; mend or replace it"
+            f"{label}: it is decompressed into {folder}, and that failed: {error}; make room, or "
+            "set HF_DATASETS_CACHE to another folder"
         ) from error
+    return copy
 
 
-def _read_file(path: Path, label: str) -> Sequence | None:
-    """Open a file of rows; None: it is one of JSON lines, which the ranks read together."""
+def _read_file(path: Path, label: str) -> Sequence | io.BufferedReader:
+    """Open a file of rows; one of JSON lines is returned open, for the ranks to read together."""
+    if path.suffix == ".parquet":
+        import datasets
+        from pyarrow.parquet import read_metadata
+
+        datasets.disable_progress_bars()
+        with library_reads(label):
+            # Without rows `datasets` says no more than that an error occurred.
+            require(read_metadata(path).num_rows, f"{label}: no rows")
+            return datasets.Dataset.from_parquet(str(path))
     try:
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
@@ -183,11 +322,11 @@ def _read_file(path: Path, label: str) -> Sequence | None:
             text = path.read_text(encoding="utf-8-sig").lstrip()
             if text.startswith("["):
                 return parse_json(text)
+        return path.open("rb")
     except (csv.Error, OSError, ValueError) as error:
         raise UserError(
-            f"{label}: not a good {path.suffix} file: {error}; mend or replace it"
+            f"{label}: not a good {path.suffix} file: {error}; correct or replace it"
         ) from error
-    return None
 
 
 def _load_dataset(path: Path, options: dict[str, str], label: str) -> "datasets.Dataset":
@@ -245,7 +384,7 @@ def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:
 def option(value: str) -> Any:
     """Return the value of an option: a number, a list, true, false, or else a text.
 
-    A generator that wants no text raises its own error.
+    A generator that takes no text raises an error itself.
     """
     try:
         return json.loads(value)

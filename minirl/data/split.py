@@ -14,7 +14,10 @@ from minirl.data.rows import Rows
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 
-DIGEST_BYTES = 16
+# What stands for a row: 8 bytes for its prompt, and 8 for all of it. Numbers that compare as the
+# bytes do.
+DIGEST = np.dtype([("prompt", ">u8"), ("row", ">u8")])
+DIGEST_BYTES = DIGEST.itemsize
 NUM_PARTS = 64  # Digests are sorted in so many parts; a power of 2.
 ENCODER = json.JSONEncoder()  # as json.dumps has it
 # mark(row): bits that say what a program wants to know of a row, 0 to 255.
@@ -57,41 +60,30 @@ def read_rows(
             nothing would be left to train on.
     """
     has_choice = rows.distinct or held_out != 0
-    named = dict(rows.missing)
+    asked = set(rows.missing)
     digests, marks = _read_share(rows, mesh, seed if has_choice else None, mark)
-    _refuse_missing(rows, named, mesh)
-    marked = replace(rows, marks=mesh.gather_array(marks))
-    if not has_choice:
-        return marked, marked.take(np.arange(0))
-    digests = mesh.gather_array(digests)
-    if rows.own_prompts:
-        digests = _apart(digests)
-    if held_out is None:
-        held_out = _default_held_out(digests, rows, mesh)
-    is_trained, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
-    del digests  # Of many rows they are most of the memory.
-    return replace(marked.take(is_trained), num_doubles=num_doubles), marked.take(chosen)
-
-
-def _refuse_missing(rows: Rows, named: dict[str, str], mesh: Mesh) -> None:
-    """Refuse names of columns that no row has, on any rank. Collective.
-
-    Args:
-        rows: whose `missing` has what this rank has not seen.
-        named: what the user has named.
-        mesh: the ranks.
-
-    Raises:
-        UserError: for the first that is missing.
-    """
-    of_ranks = [set(missing) for missing in mesh.gather(list(rows.missing))] if named else []
-    for setting, key in named.items():
-        if all(setting in missing for missing in of_ranks):
+    missing = asked.intersection(*mesh.gather(rows.missing)) if asked else asked
+    for setting, key in rows.named.items():
+        if setting in missing:
             known = ", ".join(map(str, rows.place(0).source.read(0, 1)[0]))
             raise UserError(
                 f"{setting} = {key!r} names a column that no row of {rows.sources[0].label} has; "
                 f"the columns of its first row are {known}; set {setting} to one of them"
             )
+    marked = replace(rows, marks=mesh.gather_array(marks))
+    if not has_choice:
+        return marked, marked.take(np.arange(0))
+    digests = mesh.gather_array(digests).view(DIGEST)[:, 0]
+    prompts = digests["prompt"]
+    if rows.env_prompts and len(prompts) > 1 and (prompts == prompts[0]).all():
+        # All have the same prompt, which then is none: rows differ by all else that they have.
+        digests = digests.copy()
+        digests["prompt"] = digests["row"]
+    if held_out is None:
+        held_out = _default_held_out(digests, rows, mesh)
+    is_trained, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
+    del digests, prompts  # Of many rows they are most of the memory.
+    return replace(marked.take(is_trained), num_doubles=num_doubles), marked.take(chosen)
 
 
 def _read_share(
@@ -125,11 +117,11 @@ def _digest(row: dict, seed: int) -> bytes:
     are only on the same side of the held-out split. A row is lost where both are the same.
     """
     prompt = row.get("prompt") or row
-    of_prompt = hashlib.sha256(f"{seed} {ENCODER.encode(prompt)}".encode())
+    prompt_hash = hashlib.sha256(f"{seed} {ENCODER.encode(prompt)}".encode())
     half = DIGEST_BYTES // 2
     if prompt is row:
-        return of_prompt.digest()[:DIGEST_BYTES]
-    first = of_prompt.digest()[:half]
+        return prompt_hash.digest()[:DIGEST_BYTES]
+    first = prompt_hash.digest()[:half]
     if len(row) == 1:
         return first * 2
     rest = {key: value for key, value in row.items() if key != "prompt"}
@@ -140,28 +132,15 @@ def _digest(row: dict, seed: int) -> bytes:
         text = ENCODER.encode(rest).encode()
     except TypeError:  # values that JSON does not have, such as the bytes of Parquet
         text = pickle.dumps(rest)
-    of_prompt.update(text)
-    return first + of_prompt.digest()[:half]
-
-
-def _words(digests: np.ndarray) -> np.ndarray:
-    """Return digests as numbers that compare as the bytes do, [N, 2]: of the prompt, of the row."""
-    return digests.view(">u8")
-
-
-def _apart(digests: np.ndarray) -> np.ndarray:
-    """Return digests by whole rows alone if all have the same prompt, which then is none."""
-    words = _words(digests)
-    if len(words) < 2 or (words[:, 0] != words[0, 0]).any():
-        return digests
-    return np.repeat(words[:, 1:], 2, axis=1).view(np.uint8)
+    prompt_hash.update(text)
+    return first + prompt_hash.digest()[:half]
 
 
 def _default_held_out(digests: np.ndarray, rows: Rows, mesh: Mesh) -> int:
     """Return how many rows to hold out where data.held_out does not say, and say it if few."""
     num_prompts = 0
     for part in (digests[: 2**16], digests):  # The first ones nearly always suffice.
-        num_prompts = len(np.unique(_words(part)[:, 0]))
+        num_prompts = len(np.unique(part["prompt"]))
         if num_prompts >= 2 * HELD_OUT:
             return HELD_OUT
     held_out = max(1, num_prompts // HELD_OUT_SHARE)
@@ -179,8 +158,8 @@ def choose(
     """Choose the rows to train on and those to hold out, as `read_rows` describes it.
 
     Args:
-        digests: uint8 [N, 16]; rows with the same first 8 bytes have the same prompt, those with
-            the same 16 are equal.
+        digests: DIGEST [N]; rows with the same `prompt` have the same prompt, those with the same
+            two numbers are equal.
         held_out: how many rows are held out, one of each prompt with the smallest digests: the
             first that has the prompt's smallest digest if `distinct`, else its last.
         distinct: of equal rows only the first is used.
@@ -199,26 +178,27 @@ def choose(
     num_doubles = 0
     # A part of the digests at a time, in ascending order: sorting all would take three times the
     # memory that they have.
-    part_of = digests[:, 0] // (256 // NUM_PARTS)
+    first_bytes = digests.view(np.uint8)[::DIGEST_BYTES]
+    parts = first_bytes // (256 // NUM_PARTS)
     for part in range(NUM_PARTS):
         # 1. Sort. Rows with the same digest are neighbours then, in the order of their numbers.
-        numbers = np.flatnonzero(part_of == part)
+        numbers = np.flatnonzero(parts == part)
         if not len(numbers):
             continue
-        words = _words(digests[numbers])
-        keys = (words[:, 1], words[:, 0]) if distinct else (words[:, 0],)
+        words = digests[numbers]
+        keys = (words["row"], words["prompt"]) if distinct else (words["prompt"],)
         order = np.lexsort(keys)
         numbers = numbers[order]
         words = words[order]
         is_new_prompt = np.ones(len(words), bool)
-        is_new_prompt[1:] = words[1:, 0] != words[:-1, 0]
+        is_new_prompt[1:] = words["prompt"][1:] != words["prompt"][:-1]
         firsts = np.flatnonzero(is_new_prompt)
         lasts = np.append(firsts[1:], len(words)) - 1
 
         # 2. Of equal rows the first is used.
         is_used = np.ones(len(words), bool)
         if distinct:
-            is_used[1:] = is_new_prompt[1:] | (words[1:, 1] != words[:-1, 1])
+            is_used[1:] = is_new_prompt[1:] | (words["row"][1:] != words["row"][:-1])
             num_doubles += len(words) - int(is_used.sum())
 
         # 3. The first prompts of all are held out.

@@ -1,10 +1,10 @@
 """Chats to imitate: token ids, with the assistant's turns in the loss.
 
-A turn is trained as a policy would see it that is asked for it: behind what the chat template
+A turn is trained as a policy that is asked for it would see it: after what the chat template
 renders when a generation prompt follows the messages before it. Most templates render a turn alike
-whatever follows, and a chat is one segment. Some rewrite history (Qwen3's drops what was thought in
-earlier turns). Then the turns that one rendering holds as the policy would see them share a
-segment, and the others have segments of their own.
+whatever follows, and a chat is one rendering. Some rewrite history (Qwen3's drops what was thought
+in earlier turns). Then the turns that one rendering holds as the policy would see them share it,
+and each of the others is in another rendering.
 """
 
 import bisect
@@ -20,8 +20,8 @@ from minirl.data.chat import renderer
 from minirl.data.messages import Messages
 
 
-class Segment(NamedTuple):
-    """A rendering of a chat up to one of its turns."""
+class Rendering(NamedTuple):
+    """A chat up to one of its turns, as token ids."""
 
     ids: list[int]  # Token ids.
     mask: list[bool]  # Of each token: whether it is in the loss.
@@ -42,11 +42,11 @@ def encode_chat(
     trained: list[int],
     stop_ids: list[int],
     show: Callable[..., str] | None = None,
-) -> list[Segment]:
-    """Return a chat as the segments that its template makes of it, each turn in the loss of one.
+) -> list[Rendering]:
+    """Return a chat as the renderings that hold all of its turns, each turn in the loss of one.
 
     The mask is True on what a policy that is asked for the messages `trained` would sample: the
-    content and the token that ends the turn, not the header before nor the line break behind. A
+    content and the token that ends the turn, not the header before nor the line break after it. A
     token on both sides of the border between header and answer is not in the loss. Nothing follows
     the last token in the loss.
 
@@ -59,7 +59,7 @@ def encode_chat(
             without tools and arguments.
 
     Returns:
-        The segments, in the order of their last turns. All but the last one are there because the
+        The renderings, in the order of their last turns. All but the last one are there because the
         template renders their turns otherwise when others follow.
 
     Raises:
@@ -68,35 +68,36 @@ def encode_chat(
     """
     show = show or renderer(tokenizer, {})
     turns = [_render_turn(tokenizer, messages, i, stop_ids, show) for i in trained]
-    segments = []
+    renderings = []
     while turns:
-        segment, turns = _encode_last(tokenizer, turns, stop_ids)
-        segments.append(segment)
-    return segments[::-1]
+        rendering, turns = _encode_last(tokenizer, turns, stop_ids)
+        renderings.append(rendering)
+    return renderings[::-1]
 
 
 def _encode_last(
     tokenizer: PreTrainedTokenizerBase, turns: list[_Turn], stop_ids: list[int]
-) -> tuple[Segment, list[_Turn]]:
+) -> tuple[Rendering, list[_Turn]]:
     """Encode the rendering of the last turn.
 
     Returns:
-        Its segment, and the turns that it does not hold as the policy would see them.
+        It, and the turns that it does not hold as the policy would see them.
 
     Raises:
         UserError: the last turn has no stop token.
     """
     text = turns[-1].text
-    encoded = tokenizer(  # not verbose: long chats are cut later
-        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    ids = encoded["input_ids"]
-    spans = encoded["offset_mapping"]  # of each token: (first character, behind its last)
+    ids, spans = _encode(tokenizer, text)
     mask = [False] * len(ids)
     length = 0
     others = []
     for turn in turns:
-        first = _first_token_behind(spans, turn.start)
+        # The first token that has none of the characters before the answer. Offsets leave out a
+        # space that a token begins with: if the token before ends too early, this one holds the
+        # last of these characters.
+        first = bisect.bisect_left(spans, turn.start, key=lambda span: span[0])
+        while 0 < first < len(spans) and spans[first - 1][1] < turn.start:
+            first += 1
         last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
         end = len(text) if last is None else spans[last][1]
         if turn.text[:end] != text[:end]:
@@ -110,7 +111,18 @@ def _encode_last(
             )
         mask[first : last + 1] = [True] * (last + 1 - first)
         length = max(length, last + 1)
-    return Segment(ids[:length], mask[:length], turns[-1].num_messages), others
+    return Rendering(ids[:length], mask[:length], turns[-1].num_messages), others
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids of a text, and of each its first character and the one after its last.
+
+    Without a warning for long chats, which are cut later.
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], encoded["offset_mapping"]
 
 
 def _render_turn(
@@ -123,7 +135,7 @@ def _render_turn(
     """Return the chat up to a turn as the template renders it, or as a policy would see it.
 
     The template's rendering is taken if it begins as the generation prompt does and has all of the
-    turn's content. A generation prompt may, behind the header's begin, begin the answer by tags
+    turn's content. A generation prompt may, after the begin of the header, begin the answer by tags
     (`<think>` of DeepSeek-R1's distilled models) that the rendering does not have: then the answer
     begins where the two part.
     Else (the same template leaves out what was thought, even in the last turn) the content follows
@@ -134,67 +146,41 @@ def _render_turn(
     start = len(before)
     is_begun = text.startswith(before)
     if not is_begun:
-        without_header = show(messages[:index], header=False)
-        header = _num_shared(before, without_header)
-        start = _last_border(tokenizer, before, _num_shared(before, text))
+        header = len(os.path.commonprefix([before, show(messages[:index], header=False)]))
+        # Where the token of the generation prompt begins in which the two part.
+        starts = [first for first, _ in _encode(tokenizer, before)[1]]
+        num_shared = len(os.path.commonprefix([before, text]))
+        start = starts[bisect.bisect_right(starts, num_shared) - 1]
         has_only_tags = re.fullmatch(r"(\s*<[^<>]+>\s*)+", before[start:]) is not None
         is_begun = start > header and has_only_tags
-    content = _content(messages[index])
-    if not is_begun or not _has_all(text[start:], content):
+    content = messages[index]["content"]
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    has_all = "".join(content.split()) in "".join(text[start:].split())
+    if not is_begun or not has_all:
         if not content.strip() or messages[index].get("tool_calls"):
             raise UserError(
                 f"the chat template renders message {index + 1} of a chat otherwise than its "
                 "generation prompt begins it; name another by data.chat_template "
                 f"({str(messages[index])[:100]})"
             )
+        # The generation prompt may end with the tag that the content begins with:
+        # `<think>well</think>4` after `<|Assistant|><think>` is `well</think>4`.
+        opening = re.search(r"(<[^<>]+>)(\s*)$", before)
+        if opening and content.lstrip().startswith(opening[1]):
+            content = content.lstrip().removeprefix(opening[1]).removeprefix(opening[2])
         start = len(before)
-        text = before + _without_opening(content, before)
+        text = before + content
     stops = [str(tokenizer.decode([token])) for token in stop_ids]
     if not any(stop in text[start:] for stop in stops):
         text += _end_of_answers(show, stops)
     return _Turn(index + 1, text, start)
 
 
-def _num_shared(one: str, other: str) -> int:
-    """Return the number of characters that two texts begin with alike."""
-    return len(os.path.commonprefix([one, other]))
-
-
-def _last_border(tokenizer: PreTrainedTokenizerBase, text: str, num_characters: int) -> int:
-    """Return where the token of a text begins that has the character `num_characters`."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [span[0] for span in encoded["offset_mapping"]]
-    return starts[bisect.bisect_right(starts, num_characters) - 1]
-
-
-def _content(message: dict) -> str:
-    """Return the text of a message."""
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
-
-
-def _has_all(text: str, content: str) -> bool:
-    """Return whether a text has a content, but for white space."""
-    return "".join(content.split()) in "".join(text.split())
-
-
-def _without_opening(content: str, before: str) -> str:
-    """Return a content without the tag that the generation prompt ends with, if it begins with it.
-
-    `<think>well</think>4` behind `<|Assistant|><think>` is `well</think>4`.
-    """
-    found = re.search(r"(<[^<>]+>)(\s*)$", before)
-    if found and content.lstrip().startswith(found[1]):
-        return content.lstrip().removeprefix(found[1]).removeprefix(found[2])
-    return content
-
-
 def _end_of_answers(show: Callable[..., str], stops: list[str]) -> str:
     """Return what follows an answer up to a stop token; nothing if the template has none there.
 
-    It is looked for behind the last answer of a chat, then before another question (`<|user|>` of
+    It is looked for after the last answer of a chat, then before another question (`<|user|>` of
     GLM-4.5).
     """
     chat = [
@@ -204,18 +190,8 @@ def _end_of_answers(show: Callable[..., str], stops: list[str]) -> str:
     ]
     for messages in (chat[:2], chat):
         text = show(messages, header=False)
-        behind = text.partition("minirl answers")[2].partition("minirl asks again")[0]
-        ends = [behind.index(stop) + len(stop) for stop in stops if stop in behind]
+        after = text.partition("minirl answers")[2].partition("minirl asks again")[0]
+        ends = [after.index(stop) + len(stop) for stop in stops if stop in after]
         if ends:
-            return behind[: min(ends)]
+            return after[: min(ends)]
     return ""
-
-
-def _first_token_behind(spans: list[tuple[int, int]], num_characters: int) -> int:
-    """Return the number of the first token that has none of the first characters."""
-    first = bisect.bisect_left(spans, num_characters, key=lambda span: span[0])
-    # Offsets leave out a space that a token begins with: if the token before ends too early, this
-    # one holds the last of the characters.
-    while 0 < first < len(spans) and spans[first - 1][1] < num_characters:
-        first += 1
-    return first

@@ -25,9 +25,8 @@ from minirl.base.errors import UserError
 from minirl.base.imports import no_collections
 from minirl.base.log import Timer
 from minirl.config.shared import EngineConfig
-from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import rgb
-from minirl.data.vision_base import Vision
+from minirl.data.vision import GemmaVision, Vision
 from minirl.engine import failures, patches, routed_experts
 from minirl.engine.cpu import cpu_build, packed
 from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm

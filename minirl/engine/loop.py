@@ -19,7 +19,7 @@ import numpy as np
 
 from minirl.base.oversight import Oversight
 from minirl.batch.routes import extended
-from minirl.data.vision_base import Vision
+from minirl.data.vision import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
 from minirl.types.images import ImageSpan

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirl.data.gemma_vision import GemmaVision
+from minirl.data.vision import GemmaVision
 
 
 @contextlib.contextmanager

@@ -34,10 +34,8 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
-from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
 from minirl.data.images import to_url
-from minirl.data.vision import QwenVision
-from minirl.data.vision_base import Vision
+from minirl.data.vision import Gemma4Vision, GemmaVision, QwenVision, Vision
 from minirl.model import build, fused, loading
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp

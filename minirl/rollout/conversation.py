@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError
 from minirl.batch.routes import extended
 from minirl.data import chat, harmony, images
-from minirl.data.vision_base import Vision
+from minirl.data.vision import Vision
 from minirl.engine.loop import Completion
 from minirl.types.images import ImageSpan
 from minirl.types.packed import Trajectory

@@ -18,9 +18,8 @@ from minirl.base.errors import UserError
 from minirl.base.reading import is_unicode
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
-from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
-from minirl.data.messages import why_no_messages
+from minirl.data.messages import to_messages, why_no_messages
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
@@ -365,7 +364,7 @@ class EpisodeRunner:
                 )
             if is_chat:
                 _check_messages(observation)
-            messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
+            messages = to_messages(observation, "" if e.segment else self.system_prompt)
         if messages is not None:
             _check_messages(messages)
             e.messages = history + attach(messages, result.images)

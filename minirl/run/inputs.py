@@ -34,12 +34,12 @@ from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
+from minirl.data.formats import open_prompts
 from minirl.data.messages import has_calls
-from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.prompts import LengthBound, Prompts
 from minirl.data.rows import Rows, errors_at
 from minirl.data.split import Mark, read_rows
-from minirl.data.vision import read_vision
-from minirl.data.vision_base import Vision
+from minirl.data.vision import Vision, read_vision
 from minirl.envs.registry import make_env
 from minirl.model import build, families, loading, scratch
 from minirl.model.hybrid import delta_net
@@ -129,7 +129,7 @@ class Inputs:
 
         # 4. Rows, which are read once, and prompts as token ids.
         checks = PromptChecks(self.rewards if env.graded else None, files.tokenizer, cfg.data)
-        open_rows = partial(open_prompts, own_prompts=not env.needs_prompt)
+        open_rows = partial(open_prompts, env_prompts=not env.needs_prompt)
         train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, checks.mark)
         checks.refuse_bad(train)
         checks.refuse_bad(held_out)

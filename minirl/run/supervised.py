@@ -20,7 +20,8 @@ from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat, images
-from minirl.data.examples import Chats, open_chats, to_examples
+from minirl.data.examples import Chats, to_examples
+from minirl.data.formats import open_chats
 from minirl.data.rows import Rows
 from minirl.model import families
 from minirl.model.mixture import mixtures, routing

@@ -1,1 +1,1 @@
-"""Runs in a browser: their curves, their time and their trajectories, also while they go on."""
+"""Runs in a browser: curves, time by phase and trajectories, also while they are not done."""

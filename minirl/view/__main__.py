@@ -1,6 +1,6 @@
 """Runs in a browser: curves, time by phase, and trajectories with a colour for each token.
 
-    python -m minirl.view runs/mine                     # live, while the run goes on, too
+    python -m minirl.view runs/mine                     # live, also of a run that is not done
     python -m minirl.view runs/mine runs/other          # compares their curves
     python -m minirl.view runs/mine --export mine.html  # one file to keep or to send
 
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from minirl.base.errors import UserError, require
-from minirl.view.data import Runs
-from minirl.view.export import MOST_GROUPS, export
+from minirl.view.page import MOST_GROUPS, export
+from minirl.view.run import Run
 from minirl.view.server import serve
 
 PORT = 8600
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
             flags.share is None or 0 < flags.share <= 1,
             f"--share {flags.share} must be above 0 and at most 1",
         )
-        runs = Runs([Path(run) for run in flags.runs])
+        runs = [Run(Path(path)) for path in flags.runs]
         if flags.export:
             num_exported, num_groups = export(runs, Path(flags.export), flags.share)
             print(

@@ -14,15 +14,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from minirl.base.errors import require
 from minirl.config.shared import LimitsConfig
 from minirl.endpoint.http import Server, bind
 from minirl.endpoint.limits import make_app, require_loopback
-from minirl.view import pages
-from minirl.view.data import Runs, parse_number, parse_query, to_bytes
+from minirl.view import page
+from minirl.view.run import Run, parse_number, parse_query, to_json
 
 HOST = "127.0.0.1"
+# Nothing but what this package serves: no script of a trajectory's text, no other host.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
-    "Content-Security-Policy": pages.POLICY,
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -31,13 +37,13 @@ HEADERS = {
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-def serve(runs: Runs, port: int, say: Callable[[str], None]) -> None:
+def serve(runs: list[Run], port: int, say: Callable[[str], None]) -> None:
     """Serve the page until the process gets a signal to stop.
 
     Args:
-        runs: to show.
+        runs: the runs to show.
         port: 0 takes a free one.
-        say: is told the address.
+        say: is called with the address.
 
     Raises:
         UserError: the port is not free.
@@ -47,42 +53,31 @@ def serve(runs: Runs, port: int, say: Callable[[str], None]) -> None:
         asyncio.run(Server(make_app(routes(runs), LimitsConfig())).serve([bound_socket]))
 
 
-def routes(runs: Runs) -> list[Route]:
-    """Return what can be asked for."""
+def routes(runs: list[Run]) -> list[Route]:
+    """Return what can be asked for: the files of the page, and data of a run as JSON."""
+
+    def group(run: Run, given: dict[str, str]) -> Any:
+        return run.group(parse_number(given, "step", 0), parse_number(given, "group", 0))
+
+    finders: dict[str, Callable[[Run, dict[str, str]], Any]] = {
+        "runs": lambda run, given: [run.describe() for run in runs],
+        "metrics": lambda run, given: run.metrics(given.get("place", "")),
+        "answers": lambda run, given: run.all_lines("answers.jsonl"),
+        "settings": lambda run, given: run.settings(),
+        "groups": lambda run, given: run.groups(parse_query(given)),
+        "group": group,
+    }
     found = []
-    for name, (kind, body) in pages.files().items():
+    for name, (kind, body) in page.files().items():
         found.append(Route(f"/{name}", _file(kind, body), methods=["GET"]))
-
-    def add(path: str, answer: Callable[[Request], Any]) -> None:
-        found.append(Route(f"/api/{path}", _data(answer), methods=["GET"]))
-
-    add("runs", lambda request: runs.describe())
-    add("metrics", lambda request: runs.metrics(_run(request), _given(request).get("place", "")))
-    add("answers", lambda request: runs.answers(_run(request)))
-    add("settings", lambda request: runs.settings(_run(request)))
-    add("groups", lambda request: runs.groups(_run(request), parse_query(_given(request))))
-    add("group", _group(runs))
+    for name, find in finders.items():
+        found.append(Route(f"/api/{name}", _data(runs, find), methods=["GET"]))
     return found
 
 
-def _given(request: Request) -> dict[str, str]:
-    return dict(request.query_params)
-
-
-def _run(request: Request) -> int:
-    return parse_number(_given(request), "run", 0)
-
-
-def _group(runs: Runs) -> Callable[[Request], Any]:
-    def answer(request: Request) -> Any:
-        given = _given(request)
-        step = parse_number(given, "step", 0)
-        return runs.group(_run(request), step, parse_number(given, "group", 0))
-
-    return answer
-
-
 def _file(kind: str, body: bytes) -> Answer:
+    """Return what answers with a file of the page."""
+
     async def answer(request: Request) -> Response:
         require_loopback(request)
         return Response(body, media_type=kind, headers=HEADERS)
@@ -90,12 +85,17 @@ def _file(kind: str, body: bytes) -> Answer:
     return answer
 
 
-def _data(find: Callable[[Request], Any]) -> Answer:
+def _data(runs: list[Run], find: Callable[[Run, dict[str, str]], Any]) -> Answer:
     """Return what answers with the JSON of what `find` returns, which reads files in a thread."""
+
+    def answer_in_thread(given: dict[str, str]) -> str:
+        number = parse_number(given, "run", 0)
+        require(0 <= number < len(runs), f"there is no run {number}")
+        return to_json(find(runs[number], given))
 
     async def answer(request: Request) -> Response:
         require_loopback(request)
-        body = await run_in_threadpool(lambda: to_bytes(find(request)))
+        body = await run_in_threadpool(answer_in_thread, dict(request.query_params))
         return Response(body, media_type="application/json", headers=HEADERS)
 
     return answer

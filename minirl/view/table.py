@@ -1,12 +1,12 @@
-"""The trajectories of a run as a table of numbers, which is filtered, sorted and cut into pages.
+"""The trajectories of a run as a table of numbers, which is filtered, sorted and searched.
 
-It is made of the tables beside the dumped trajectories (rollout/index.py): 100,000 trajectories are
-about 10 MB, and no file of trajectories is read.
+It is made of the tables next to the dumped trajectories (rollout/index.py): 100,000 trajectories
+are about 10 MB, and no file of trajectories is read but for a search in their texts.
 """
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Query(NamedTuple):
     """Which groups to show."""
 
     flags: tuple[str, ...] = ()  # Of FLAGS: all of them must be set.
-    unequal: bool = False  # Without groups whose rewards are all equal.
+    unequal: bool = False  # Without groups in which all rewards are equal.
     first_step: int = 0
     last_step: int = 2**31 - 1
     sort: str = "step"  # Of SORTS.
@@ -64,46 +64,46 @@ class Query(NamedTuple):
 
 
 class Table:
-    """The table of a folder of dumped trajectories, which grows while the run goes on."""
+    """The table of a folder of dumped trajectories, which grows while the run is not done."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.rows = np.zeros(0, ROW)
         self.groups = np.zeros(0, GROUP)
         self.seen: dict[int, tuple] = {}  # By step: the files that were read, as they were then.
-        self.of_steps: dict[int, np.ndarray] = {}  # ROW [N] by step.
+        self.by_step: dict[int, np.ndarray] = {}  # ROW [N] by step.
+        # The text that was searched last, and by step: the files that were read for it, as they
+        # were then, and bool [N], which rows have it.
+        self.searched: tuple[str, dict[int, tuple[tuple, np.ndarray]]] = ("", {})
 
     def steps(self) -> list[int]:
         """Return the steps that have trajectories."""
-        return sorted(self.of_steps)
+        return sorted(self.by_step)
 
     def refresh(self) -> None:
         """Read what has changed since the last call."""
-        by_step: dict[int, list[index.Part]] = {}
+        parts: dict[int, list[index.Part]] = {}
         for part in index.parts(self.folder):
-            by_step.setdefault(part.step, []).append(part)
-        marks = {step: tuple(map(_mark, found)) for step, found in by_step.items()}
+            parts.setdefault(part.step, []).append(part)
+        marks = {step: tuple(map(_mark, found)) for step, found in parts.items()}
         if marks == self.seen:
             return
         for step in self.seen.keys() - marks.keys():
-            del self.of_steps[step]
+            del self.by_step[step]
         for step, mark in marks.items():
             if self.seen.get(step) != mark:
-                self.of_steps[step] = _read_step(by_step[step])
+                self.by_step[step] = _read_step(parts[step])
         self.seen = marks
-        in_order = [self.of_steps[step] for step in self.steps()]
+        in_order = [self.by_step[step] for step in self.steps()]
         self.rows = np.concatenate([np.zeros(0, ROW), *in_order])
         self.groups = _group(self.rows)
 
-    def select(self, query: Query, keep: np.ndarray) -> np.ndarray:
-        """Return the groups that a query asks for, GROUP [N], those of all pages, in its order.
-
-        Args:
-            query: what to look for.
-            keep: bool [G], of all groups: those to choose from.
-        """
+    def select(self, query: Query) -> np.ndarray:
+        """Return the groups that a query asks for, GROUP [N], those of all pages, in its order."""
         groups = self.groups
-        keep = keep & (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
+        keep = (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
+        if query.search and len(groups):
+            keep &= self._search(query.search)
         for flag in query.flags:
             keep &= groups[flag]
         if query.unequal:
@@ -114,6 +114,32 @@ class Table:
         # What has no value comes last; equal ones in the order of steps.
         order = np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")
         return groups[kept[order]]
+
+    def _search(self, text: str) -> np.ndarray:
+        """Return which groups have a text in a prompt or an answer, bool [G].
+
+        All lines are read, but most are sorted out without being parsed. Case does not count (but
+        for letters beyond ASCII). What was found is kept until another text is searched.
+        """
+        last_text, found = self.searched
+        if last_text != text:
+            found = {}
+        as_written = json.dumps(text)[1:-1].lower().encode()
+        for step, rows in self.by_step.items():
+            if step in found and found[step][0] == self.seen[step]:
+                continue
+            has = np.zeros(len(rows), bool)
+            for rank in np.unique(rows["rank"]):
+                block = index.part_of(self.folder, step, int(rank)).lines.read_bytes()
+                for i in np.flatnonzero(rows["rank"] == rank):
+                    start = int(rows["start"][i])
+                    line = block[start : start + int(rows["num_bytes"][i])]
+                    if as_written in line.lower():
+                        has[i] = text.lower() in _texts(json.loads(line)["info"]).lower()
+            found[step] = (self.seen[step], has)
+        self.searched = (text, found)
+        rows_with_text = np.concatenate([found[step][1] for step in self.steps()])
+        return np.logical_or.reduceat(rows_with_text, self.groups["first"])
 
     def find(self, step: int, group: int) -> np.ndarray:
         """Return the rows of a group, ROW [N]; empty: there is no such group."""
@@ -147,6 +173,19 @@ class Table:
 def _histogram(values: np.ndarray, bins: int | np.ndarray) -> dict[str, list[float]]:
     counts, edges = np.histogram(values, bins)
     return {"edges": edges.tolist(), "counts": counts.tolist()}
+
+
+def _texts(info: dict) -> str:
+    """Return what is searched of a trajectory."""
+    row = info.get("row", {}).values()
+    return "\n".join([prompt_text(info["prompt"]), info["completion"], info["error"], *row])
+
+
+def prompt_text(prompt: Any) -> str:
+    """Return a prompt, a text or messages, as one text."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
 
 
 def _mark(part: index.Part) -> tuple:
@@ -189,8 +228,8 @@ def _join(rows: np.ndarray, rank: int, trained: np.ndarray) -> None:
     num_segments = 1 + max(rows["segment"].max(initial=0), trained["segment"].max(initial=0))
 
     def key(table: np.ndarray) -> np.ndarray:
-        of_episode = table["group"] * int(num_episodes) + table["episode"]
-        return of_episode * int(num_segments) + table["segment"]
+        episode = table["group"] * int(num_episodes) + table["episode"]
+        return episode * int(num_segments) + table["segment"]
 
     keys = key(rows)  # sorted, as the rows are
     wanted = key(trained)

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from minirl.rollout import index
-from minirl.view.table import Table
+from minirl.view.table import GROUP, Table, prompt_text
 
 LONGEST_CHARACTER = 8  # Tokens; a character of more is shown as what it is in bytes.
 UNFINISHED = "\ufffd"  # What a decoder makes of the first bytes of a character.
@@ -21,26 +21,27 @@ class Reader:
         self.table = table
         self.tokenizer: Tokenizer | None = None
 
-    def group(self, step: int, number: int) -> dict[str, Any] | None:
-        """Return a group with its trajectories; None: there is no such group."""
-        rows = self.table.find(step, number)
-        if not len(rows):
-            return None
+    def group(self, rows: np.ndarray) -> dict[str, Any]:
+        """Return the group of some rows of the table, ROW [N], with its trajectories."""
         trajectories = [self._trajectory(row) for row in rows]
         return {
-            "step": step,
-            "group": number,
+            "step": rows["step"][0].item(),
+            "group": rows["group"][0].item(),
             "prompt": trajectories[0]["prompt"],
             "row": trajectories[0]["row"],
             "trajectories": trajectories,
         }
 
-    def describe(self, row: np.ndarray) -> str:
-        """Return the end of the prompt of a row of the table, and the other columns, in a line."""
-        info = self._record(row)["info"]
+    def describe(self, group: np.ndarray) -> dict[str, Any]:
+        """Return what the list of groups says of one: its numbers, and in a line its prompt."""
+        rows = self.table.members(group)
+        info = self._record(rows[0])["info"]
         columns = [f"{name}: {value}" for name, value in info.get("row", {}).items()]
         texts = [prompt_text(info["prompt"])[-200:], *columns]
-        return " · ".join(text for text in texts if text)[:400]
+        described = {name: group[name].item() for name in GROUP.names or () if name != "first"}
+        described["rewards"] = rows["reward"][rows["segment"] == 0].tolist()
+        described["prompt"] = " · ".join(text for text in texts if text)[:400]
+        return described
 
     def _record(self, row: np.ndarray) -> dict[str, Any]:
         part = index.part_of(self.table.folder, int(row["step"]), int(row["rank"]))
@@ -49,7 +50,7 @@ class Reader:
     def _trajectory(self, row: np.ndarray) -> dict[str, Any]:
         record = self._record(row)
         info = record["info"]
-        values = self._values(row)
+        advantages, logprobs, entropies = self._values(row).T
         num_updates = record["version"] + int(row["staleness"])
         staleness = [num_updates - v if v >= 0 else None for v in record["versions"]]
         return {
@@ -74,11 +75,11 @@ class Reader:
                 image for image in record["images"] if str(image[2]).startswith("data:image/")
             ],
             "values": {
-                "advantage": _rounded(values[:, 0]),
-                "logprob": _rounded(values[:, 1]),
+                "advantage": _rounded(advantages),
+                "logprob": _rounded(logprobs),
                 "engine": _rounded(np.array(record["logprobs"])),
-                "mismatch": _rounded(np.abs(values[:, 1] - np.array(record["logprobs"]))),
-                "entropy": _rounded(values[:, 2]),
+                "mismatch": _rounded(np.abs(logprobs - np.array(record["logprobs"]))),
+                "entropy": _rounded(entropies),
                 "staleness": staleness,
             },
         }
@@ -106,7 +107,7 @@ class Reader:
 def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     """Return texts that joined are the text of the tokens, one for each.
 
-    A character of several tokens belongs to the last of them. A token is decoded behind the one
+    A character of several tokens belongs to the last of them. A token is decoded after the one
     before it, because some decoders drop the space before the first.
     """
     texts: list[str] = []
@@ -139,13 +140,6 @@ def _why_empty(info: dict[str, Any]) -> str:
     if info.get("env", {}).get("truncated"):
         return "a limit of tokens or turns left no room for an answer"
     return "the environment or agent asked for no answer"
-
-
-def prompt_text(prompt: Any) -> str:
-    """Return a prompt, a text or messages, as one text."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:

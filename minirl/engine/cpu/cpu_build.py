@@ -19,7 +19,7 @@ from torch.nn.functional import gelu, silu
 
 from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
-from minirl.data.vision_base import Vision
+from minirl.data.vision import Vision
 from minirl.engine.cpu.delta import patch_delta_nets
 from minirl.engine.cpu.packed import packed_linear, wide_logits
 from minirl.model.hybrid.delta_rule import convolution
