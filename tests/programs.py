@@ -5,6 +5,7 @@ A fork costs a tenth of a second where torchrun pays ten of imports, and goes th
 `__main__` and the same exit."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -50,6 +51,20 @@ class Ended:
     def errors(self) -> list[str]:
         """The messages for the user."""
         return [line for line in self.err.splitlines() if line.startswith("minirl: error:")]
+
+
+def rows_of(output: Path, phase: str) -> list[dict]:
+    """The metrics of a phase of a run, without what depends on the machine and on the time."""
+    found = []
+    for line in (output / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["phase"] != phase:
+            continue
+        for name in list(row):
+            if name.startswith(("time/", "tokens_per_second", "host_gib/")):
+                del row[name]
+        found.append(row)
+    return found
 
 
 class Running:

@@ -216,7 +216,8 @@ def test_a_ticket_s_row_depends_on_seed_and_ticket_alone():
 
 def test_each_epoch_is_a_new_permutation_and_evaluation_keeps_file_order():
     p = prompts()
-    epochs = [[p.row(40 * e + i)["answer"] for i in range(40)] for e in range(3)]
+    answers = [p.row(ticket)["answer"] for ticket in range(3 * 40)]
+    epochs = [answers[:40], answers[40:80], answers[80:]]
     assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, range(40)]}) == 4
     assert [prompts(shuffle=False).row(t)["answer"] for t in range(80)] == [*range(40), *range(40)]
@@ -240,7 +241,7 @@ def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
     )
     assert drawn(one, 16, 40) != drawn(one, 0, 40) == drawn(other, 0, 40)
     assert drawn(Curriculum(prompts(seed=1).order, 0.1), 0, 40) != drawn(one, 0, 40)
-    results = [(row, row % 3 == 0) for row in range(30) for _ in range(4)]
+    results = 4 * [(row, row % 3 == 0) for row in range(30)]
     one.record(np.array(results))
     assert drawn(one, 16, 40) != drawn(other, 16, 40)
     for result in reversed(results):
@@ -272,11 +273,8 @@ def test_a_curriculum_draws_by_the_variance_of_success(floor):
 
 
 def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
-    sources = [
-        jsonl(tmp_path / f"{name}.jsonl", *({"prompt": f"{name} {n}"} for n in range(5)))
-        + "?weight=1"
-        for name in "ab"
-    ]
+    rows = [{"prompt": f"row {n}"} for n in range(5)]
+    sources = [jsonl(tmp_path / f"{name}.jsonl", *rows) + "?weight=1" for name in "ab"]
     mixed = Prompts(
         open_prompts(sources, "data.train", DataConfig(), ALONE),
         make_tokenizer([]),

@@ -27,7 +27,7 @@ from minirl.data.formats import open_labelled
 from minirl.model.scratch import make_tokenizer
 from minirl.train.policy import Policy, Reference
 from minirl.types.packed import Trajectory
-from programs import ROOT, fork
+from programs import ROOT, fork, rows_of
 from test_gradients import exact_norm, worst
 
 # --------------------------------------------------------------------------------------------------
@@ -412,19 +412,6 @@ def flags(folder, output, *more):
         "--eval.every": 2,
     }
     return [x for pair in settings.items() for x in pair] + list(more)
-
-
-def rows_of(output, phase):
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if not k.startswith(("time/", "tokens_per_second/", "host_gib/"))
-        }
-        for row in rows
-        if row["phase"] == phase
-    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")

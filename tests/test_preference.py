@@ -39,7 +39,7 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
-from programs import ROOT, alone, as_flags, fork
+from programs import ROOT, alone, as_flags, fork, rows_of
 from test_gradients import exact_norm, worst
 
 # --------------------------------------------------------------------------------------------------
@@ -565,19 +565,6 @@ def flags(folder, output, *more):
         --data.max-tokens 48 --tokens-per-rank 128 --batch-size 8 --num-steps 6 --eval.every 2
     """),
         *more,
-    ]
-
-
-def rows_of(output, phase):
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
-        }
-        for row in rows
-        if row["phase"] == phase
     ]
 
 

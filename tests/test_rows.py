@@ -148,7 +148,9 @@ def read_by(mesh, sources, held_out):
 def test_ranks_split_as_the_twin_does(tmp_path):
     rows = prompts_with_repeats(203)
     sources = [jsonl(tmp_path / "a.jsonl", rows[:150]), jsonl(tmp_path / "b.jsonl", rows[150:])]
-    results = [found for world in (1, 2, 4) for found in ranks(world, read_by, sources, 9)]
+    results = []
+    for world in (1, 2, 4):
+        results += ranks(world, read_by, sources, 9)
     assert all(found == results[0] for found in results)
     ((train, train_marks), (held_out, _)), drawn = results[0]
     opened = open_prompts(sources, "data.train", DataConfig(), ALONE)
@@ -165,8 +167,8 @@ def test_ranks_split_as_the_twin_does(tmp_path):
 @pytest.mark.parametrize("held_out", [1, 7, 29])
 def test_digests_split_as_the_twin_does(distinct, held_out):
     rows = [{"prompt": str(n % 30), "n": n} for n in range(100)]
-    read = read_rows(memory_rows(rows, distinct), ALONE, 4, held_out)
-    found = tuple([row["n"] for row in part] for part in read)
+    train, held = read_rows(memory_rows(rows, distinct), ALONE, 4, held_out)
+    found = ([row["n"] for row in train], [row["n"] for row in held])
     assert found == twin_split(rows, held_out, 4, distinct)
 
 

@@ -37,7 +37,7 @@ from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy
 from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
-from programs import as_flags, fork, torchrun
+from programs import as_flags, fork, rows_of, torchrun
 from test_gradients import exact_norm
 
 # --------------------------------------------------------------------------------------------------
@@ -683,19 +683,6 @@ def flags(folder: Path, source: str, output: Path, *more: object) -> list[str]:
         """),
             *more,
         ]
-    ]
-
-
-def rows_of(run: Path, phase: str) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
-        }
-        for row in rows
-        if row["phase"] == phase
     ]
 
 

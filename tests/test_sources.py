@@ -389,12 +389,11 @@ def test_where_a_row_is_from(tmp_path):
 
 
 def sources(folder, sizes, weights):
-    names = "abcdef"[: len(sizes)]
-    return [
-        jsonl(folder / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(size)])
-        + (f"?weight={w}" if w else "")
-        for name, size, w in zip(names, sizes, weights, strict=True)
-    ]
+    places = []
+    for name, size, weight in zip("abcdef", sizes, weights, strict=False):
+        place = jsonl(folder / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(size)])
+        places.append(f"{place}?weight={weight}" if weight else place)
+    return places
 
 
 def prompts(rows, seed=0, **cfg):
@@ -445,10 +444,9 @@ def test_a_mixture_is_a_function_of_seed_and_number(tmp_path):
         ranks = [prompts(rows_of(sources(tmp_path, [30, 20], [1, 3]))) for _ in range(world)]
         for step in range(16, 20):
             tickets = range(8 * step, 8 * step + 8)
-            seen = sorted(
-                (t, p.row(t)["prompt"]) for r, p in enumerate(ranks) for t in tickets[r::world]
-            )
-            assert [prompt for _, prompt in seen] == drawn[8 * step : 8 * step + 8]
+            for rank, p in enumerate(ranks):
+                seen = [p.row(ticket)["prompt"] for ticket in tickets[rank::world]]
+                assert seen == drawn[8 * step + rank : 8 * step + 8 : world]
     assert [prompts(rows, seed=1).row(t)["prompt"] for t in range(200)] != drawn
 
 
