@@ -156,7 +156,25 @@ class Chats:
         self.ahead: tuple[range, Future[list[_Example]]] | None = None
         # "{row}-{episode}" -> what takes the place of a trajectory's log-probs, float32 [L].
         self.reference_logprobs: dict[str, np.ndarray] = {}
-        self._require_rows()
+
+        # Encode rows until one is not dropped.
+        found = False
+        num_lost = np.zeros(2, int)
+        with errors_of_all(mesh):
+            for number in range(mesh.rank, len(rows), mesh.world_size):
+                encoded = self.thread.submit(self._encode_row, number).result()
+                num_lost += encoded.lost
+                found = bool(encoded.trajectories)
+                if found:
+                    break
+        by_rank = mesh.gather((found, num_lost))
+        if not any(found for found, _ in by_rank):
+            why = self.none_left.format(
+                num_rows=len(rows),
+                max_tokens=self.max_tokens,
+                num_lost=sum(lost for _, lost in by_rank),
+            )
+            raise UserError(f"{rows.sources[0].label}: {why}")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -234,26 +252,6 @@ class Chats:
     def _encode_place(self, rows: list[int], place: int) -> Encoded:
         """Return the row at a place of a step as token ids."""
         return self._encode_row(rows[place])
-
-    def _require_rows(self) -> None:
-        """Encode rows until one is not dropped. Collective. Raises UserError if all are."""
-        found = False
-        num_lost = np.zeros(2, int)
-        with errors_of_all(self.mesh):
-            for number in range(self.mesh.rank, len(self.rows), self.mesh.world_size):
-                encoded = self.thread.submit(self._encode_row, number).result()
-                num_lost += encoded.lost
-                found = bool(encoded.trajectories)
-                if found:
-                    break
-        by_rank = self.mesh.gather((found, num_lost))
-        if not any(found for found, _ in by_rank):
-            why = self.none_left.format(
-                num_rows=len(self.rows),
-                max_tokens=self.max_tokens,
-                num_lost=sum(lost for _, lost in by_rank),
-            )
-            raise UserError(f"{self.rows.sources[0].label}: {why}")
 
     def _encode_row(self, number: int) -> Encoded:
         """Return a row as token ids, in the thread."""

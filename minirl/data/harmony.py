@@ -7,6 +7,7 @@ Thoughts are in the channel `analysis`, calls of tools in `commentary` with the 
 and what the user reads is in `final` (OpenAI, "OpenAI harmony response format", 2025).
 """
 
+import contextlib
 import json
 import re
 from typing import Any, NamedTuple
@@ -85,16 +86,11 @@ def to_chat_message(text: str) -> dict[str, Any]:
     calls = []
     for message in messages:
         if message.function:
-            function = {"name": message.function, "arguments": _read_arguments(message.body)}
+            arguments: Any = message.body  # a text if it is no JSON
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(message.body)
+            function = {"name": message.function, "arguments": arguments}
             calls.append({"type": "function", "function": function})
     if calls:
         chat_message["tool_calls"] = calls
     return chat_message
-
-
-def _read_arguments(body: str) -> Any:
-    """Return the arguments of a call, as a text if they are no JSON."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return body

@@ -83,12 +83,11 @@ def to_url(image: object) -> str:
     return image
 
 
-def _num_bytes(picture: Image.Image) -> int:
-    return 3 * picture.width * picture.height
-
-
 # The samples of a prompt read the same image. Environments show images from their threads.
-@cachetools.cached(cachetools.LRUCache(DECODED_BYTES, _num_bytes), lock=threading.Lock())
+@cachetools.cached(
+    cachetools.LRUCache(DECODED_BYTES, lambda picture: 3 * picture.width * picture.height),
+    lock=threading.Lock(),
+)
 def rgb(url: str) -> Image.Image:
     """Return the pixels of a data URL, which nobody may change. Those read last are kept.
 

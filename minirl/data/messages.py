@@ -105,7 +105,8 @@ def why_no_messages(value: object) -> str:
             continue
         if "content" not in message:
             return f"message {number} has no role and content"
-        if not (isinstance(content, str) or _are_parts(content)):
+        are_parts = isinstance(content, list) and content and all(map(_is_part, content))
+        if not (isinstance(content, str) or are_parts):
             return (
                 f"the content of message {number} is {str(content)[:80]!r}; it must be a text or a "
                 'list of {"type": "text", "text": ...} and {"type": "image"}'
@@ -141,12 +142,8 @@ def fault_of(value: object) -> str:
     return f", as {why_no_messages(value)}" if isinstance(value, list) and value else ""
 
 
-def _are_parts(content: object) -> bool:
-    """Return whether a message's content is a list of texts and images."""
-    return isinstance(content, list) and bool(content) and all(map(_is_part, content))
-
-
 def _is_part(part: object) -> bool:
+    """Return whether this is a text or an image in a message's content."""
     if not isinstance(part, dict):
         return False
     if part.get("type") == "text":

@@ -322,7 +322,7 @@ def _read_file(path: Path, label: str) -> Sequence | io.BufferedReader:
             text = path.read_text(encoding="utf-8-sig").lstrip()
             if text.startswith("["):
                 return parse_json(text)
-        return path.open("rb", BLOCK_BYTES)
+        return io.BufferedReader(io.FileIO(path), BLOCK_BYTES)
     except (csv.Error, OSError, ValueError) as error:
         raise UserError(
             f"{label}: not a good {path.suffix} file: {error}; correct or replace it"

@@ -70,48 +70,35 @@ def encode_chat(
     turns = [_render_turn(tokenizer, messages, i, stop_ids, show) for i in trained]
     renderings = []
     while turns:
-        rendering, turns = _encode_last(tokenizer, turns, stop_ids)
-        renderings.append(rendering)
+        # The rendering of the last turn, and the turns that it holds as the policy would see them.
+        text = turns[-1].text
+        ids, spans = _encode(tokenizer, text)
+        mask = [False] * len(ids)
+        length = 0
+        others = []
+        for turn in turns:
+            # The first token that has none of the characters before the answer. Offsets leave out a
+            # space that a token begins with: if the token before ends too early, this one holds the
+            # last of these characters.
+            first = bisect.bisect_left(spans, turn.start, key=lambda span: span[0])
+            while 0 < first < len(spans) and spans[first - 1][1] < turn.start:
+                first += 1
+            last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
+            end = len(text) if last is None else spans[last][1]
+            if turn.text[:end] != text[:end]:
+                others.append(turn)
+                continue
+            if last is None:
+                raise UserError(
+                    "the chat template does not end an answer by one of the stop tokens "
+                    f"{stop_ids}; name one that does by data.chat_template, or its token as eos_token_id in "
+                    f"generation_config.json ({text[turn.start :][:100]!r})"
+                )
+            mask[first : last + 1] = [True] * (last + 1 - first)
+            length = max(length, last + 1)
+        renderings.append(Rendering(ids[:length], mask[:length], turns[-1].num_messages))
+        turns = others
     return renderings[::-1]
-
-
-def _encode_last(
-    tokenizer: PreTrainedTokenizerBase, turns: list[_Turn], stop_ids: list[int]
-) -> tuple[Rendering, list[_Turn]]:
-    """Encode the rendering of the last turn.
-
-    Returns:
-        It, and the turns that it does not hold as the policy would see them.
-
-    Raises:
-        UserError: the last turn has no stop token.
-    """
-    text = turns[-1].text
-    ids, spans = _encode(tokenizer, text)
-    mask = [False] * len(ids)
-    length = 0
-    others = []
-    for turn in turns:
-        # The first token that has none of the characters before the answer. Offsets leave out a
-        # space that a token begins with: if the token before ends too early, this one holds the
-        # last of these characters.
-        first = bisect.bisect_left(spans, turn.start, key=lambda span: span[0])
-        while 0 < first < len(spans) and spans[first - 1][1] < turn.start:
-            first += 1
-        last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
-        end = len(text) if last is None else spans[last][1]
-        if turn.text[:end] != text[:end]:
-            others.append(turn)
-            continue
-        if last is None:
-            raise UserError(
-                f"the chat template does not end an answer by one of the stop tokens {stop_ids}; "
-                "name one that does by data.chat_template, or its token as eos_token_id in "
-                f"generation_config.json ({text[turn.start :][:100]!r})"
-            )
-        mask[first : last + 1] = [True] * (last + 1 - first)
-        length = max(length, last + 1)
-    return Rendering(ids[:length], mask[:length], turns[-1].num_messages), others
 
 
 def _encode(

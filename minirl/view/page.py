@@ -53,17 +53,23 @@ def export(runs: list[Run], path: Path, share: float | None) -> tuple[int, int]:
     num_groups = 0
     for run in runs:
         about = run.describe()
-        groups = _some_groups(run, share)
-        num_exported += len(groups)
-        num_groups += len(run.table.groups)
+        groups = run.table.groups
+        num = MOST_GROUPS if share is None else max(1, round(share * len(groups)))
+        chosen = np.linspace(0, len(groups) - 1, min(num, len(groups))).round().astype(int)
+        found = []
+        for group in groups[np.unique(chosen)]:
+            whole = run.group(group["step"].item(), group["group"].item())
+            found.append(run.reader.describe(group) | {"whole": whole})
+        num_exported += len(found)
+        num_groups += len(groups)
         exported.append(
             {
                 "about": about,
                 "settings": run.settings(),
                 "metrics": run.all_lines("metrics.jsonl"),
                 "answers": run.all_lines("answers.jsonl"),
-                "groups": groups,
-                "histograms": run.table.histograms(run.table.groups),
+                "groups": found,
+                "histograms": run.table.histograms(groups),
             }
         )
     style = "\n".join(read(name) for name in STYLES)
@@ -84,21 +90,6 @@ def export(runs: list[Run], path: Path, share: float | None) -> tuple[int, int]:
     page = read("page.html").replace("<!--head-->", head).replace("<!--scripts-->", scripts)
     write_whole(path, page)
     return num_exported, num_groups
-
-
-def _some_groups(run: Run, share: float | None) -> list[dict[str, Any]]:
-    """Return a share of the groups of a run: what the list says of each, and its trajectories."""
-    groups = run.table.groups
-    if not len(groups):
-        return []
-    num = min(MOST_GROUPS, len(groups)) if share is None else max(1, round(share * len(groups)))
-    chosen = np.unique(np.linspace(0, len(groups) - 1, num).round().astype(int))
-    found = []
-    for group in groups[chosen]:
-        about = run.reader.describe(group)
-        about["whole"] = run.group(about["step"], about["group"])
-        found.append(about)
-    return found
 
 
 def _hash(text: str) -> str:

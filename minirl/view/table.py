@@ -134,8 +134,12 @@ class Table:
                 for i in np.flatnonzero(rows["rank"] == rank):
                     start = int(rows["start"][i])
                     line = block[start : start + int(rows["num_bytes"][i])]
-                    if as_written in line.lower():
-                        has[i] = text.lower() in _texts(json.loads(line)["info"]).lower()
+                    if as_written not in line.lower():
+                        continue
+                    info = json.loads(line)["info"]
+                    texts = [prompt_text(info["prompt"]), info["completion"], info["error"]]
+                    texts += info.get("row", {}).values()
+                    has[i] = text.lower() in "\n".join(texts).lower()
             found[step] = (self.seen[step], has)
         self.searched = (text, found)
         rows_with_text = np.concatenate([found[step][1] for step in self.steps()])
@@ -173,12 +177,6 @@ class Table:
 def _histogram(values: np.ndarray, bins: int | np.ndarray) -> dict[str, list[float]]:
     counts, edges = np.histogram(values, bins)
     return {"edges": edges.tolist(), "counts": counts.tolist()}
-
-
-def _texts(info: dict) -> str:
-    """Return what is searched of a trajectory."""
-    row = info.get("row", {}).values()
-    return "\n".join([prompt_text(info["prompt"]), info["completion"], info["error"], *row])
 
 
 def prompt_text(prompt: Any) -> str:

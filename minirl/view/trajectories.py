@@ -50,7 +50,22 @@ class Reader:
     def _trajectory(self, row: np.ndarray) -> dict[str, Any]:
         record = self._record(row)
         info = record["info"]
-        advantages, logprobs, entropies = self._values(row).T
+        texts = [f" {token}" for token in record["tokens"]]
+        path = self.table.folder / index.TOKENIZER
+        if self.tokenizer is None and path.is_file():
+            self.tokenizer = Tokenizer.from_file(str(path))
+        if self.tokenizer:
+            texts = token_texts(self.tokenizer, record["tokens"])
+
+        # What the trainer said of the tokens, [L] each; nan: nothing.
+        values = np.full((len(texts), len(index.VALUES)), np.nan, np.float32)
+        if row["trained_rank"] >= 0:
+            part = index.part_of(self.table.folder, int(row["step"]), int(row["trained_rank"]))
+            trained = np.zeros((), index.TRAINED)
+            trained["start"] = row["trained_start"]
+            trained["num_tokens"] = row["num_tokens"]
+            values = index.read_values(part, trained)
+        advantages, logprobs, entropies = values.T
         num_updates = record["version"] + int(row["staleness"])
         staleness = [num_updates - v if v >= 0 else None for v in record["versions"]]
         return {
@@ -68,7 +83,7 @@ class Reader:
             "why_empty": "" if record["tokens"] else _why_empty(info),
             "source": info["source"],
             "version": record["version"],
-            "texts": self._texts(record["tokens"]),
+            "texts": texts,
             "sampled": [int(sampled) for sampled in record["sampled"]],
             "turn_rewards": record["rewards"],
             "images": [
@@ -83,25 +98,6 @@ class Reader:
                 "staleness": staleness,
             },
         }
-
-    def _values(self, row: np.ndarray) -> np.ndarray:
-        """Return what the trainer said of the tokens of a row, float32 [L, 3]; nan: nothing."""
-        if row["trained_rank"] < 0:
-            return np.full((int(row["num_tokens"]), len(index.VALUES)), np.nan, np.float32)
-        part = index.part_of(self.table.folder, int(row["step"]), int(row["trained_rank"]))
-        trained = np.zeros((), index.TRAINED)
-        trained["start"] = row["trained_start"]
-        trained["num_tokens"] = row["num_tokens"]
-        return index.read_values(part, trained)
-
-    def _texts(self, tokens: list[int]) -> list[str]:
-        """Return the text of each token; without a tokenizer, their numbers."""
-        path = self.table.folder / index.TOKENIZER
-        if self.tokenizer is None and path.is_file():
-            self.tokenizer = Tokenizer.from_file(str(path))
-        if self.tokenizer is None:
-            return [f" {token}" for token in tokens]
-        return token_texts(self.tokenizer, tokens)
 
 
 def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
