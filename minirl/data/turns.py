@@ -91,8 +91,8 @@ def encode_chat(
             if last is None:
                 raise UserError(
                     "the chat template does not end an answer by one of the stop tokens "
-                    f"{stop_ids}; name one that does by data.chat_template, or its token as eos_token_id in "
-                    f"generation_config.json ({text[turn.start :][:100]!r})"
+                    f"{stop_ids}; name one that does by data.chat_template, or its token as "
+                    f"eos_token_id in generation_config.json ({text[turn.start :][:100]!r})"
                 )
             mask[first : last + 1] = [True] * (last + 1 - first)
             length = max(length, last + 1)
