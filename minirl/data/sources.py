@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import datasets
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Ending of a file -> what pyarrow calls it.
-BLOCK_BYTES = 2**20  # Of a file, read at once.
+BLOCK_BYTES = 2**20  # Of a compressed file, read at once.
 
 
 class JsonLines(Sequence):
@@ -322,7 +322,7 @@ def _read_file(path: Path, label: str) -> Sequence | io.BufferedReader:
             text = path.read_text(encoding="utf-8-sig").lstrip()
             if text.startswith("["):
                 return parse_json(text)
-        return io.BufferedReader(io.FileIO(path), BLOCK_BYTES)
+        return path.open("rb")
     except (csv.Error, OSError, ValueError) as error:
         raise UserError(
             f"{label}: not a good {path.suffix} file: {error}; correct or replace it"
