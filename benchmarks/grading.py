@@ -31,7 +31,7 @@ COMPLETIONS = (
 )
 PROGRAM = "def add(a, b):\n    return a + b\nprint('defined')"
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
-LIMITS = runner.Limits(seconds=60)
+LIMITS = runner.ProgramLimits(seconds=60)
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minirl.sandbox.runner import Limits, run
+from minirl.sandbox.runner import ProgramLimits, run
 
 COLUMN = ("x86_64", "aarch64").index(platform.machine())
 
@@ -313,7 +313,7 @@ def tried(tmp_path_factory):
     before = state(outside, victim.pid)
     tools = TOOLS.format(outside=str(outside), secret=str(secret), victim=victim.pid, column=COLUMN)
     program = f"{tools}\nATTEMPTS = {REFUSED | WITHOUT_EFFECT!r}\n{LOOP}"
-    result = run(program, Limits(seconds=120, output=100_000))
+    result = run(program, ProgramLimits(seconds=120, output=100_000))
     after = state(outside, victim.pid)
     victim.kill()
     victim.wait()
@@ -527,7 +527,7 @@ def test_a_program_that_uses_things_up_has_a_result(name, tmp_path):
     program, statuses, says = EXHAUSTING[name]
     folders = {f for f in os.listdir(tempfile.gettempdir()) if f.startswith("minirl-")}
     seconds = 0.5 if statuses == {"timeout"} else 50.0
-    limits = Limits(seconds=seconds, memory_mb=512, disk_mb=16)
+    limits = ProgramLimits(seconds=seconds, memory_mb=512, disk_mb=16)
     began = time.monotonic()
     result = run(program.replace("{outside!r}", repr(str(tmp_path))), limits)
     assert time.monotonic() - began < 55
@@ -541,7 +541,7 @@ def test_a_program_ends_with_its_trainer(tmp_path):
     code = (
         "from minirl.sandbox import runner\n"
         "runner.run('import os, time; print(os.getpid(), flush=True); time.sleep(1000)', "
-        "runner.Limits(seconds=1000))"
+        "runner.ProgramLimits(seconds=1000))"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
     programs = []
@@ -627,5 +627,5 @@ HONEST = {
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_works(name):
-    result = run(HONEST[name], Limits(seconds=60))
+    result = run(HONEST[name], ProgramLimits(seconds=60))
     assert result.status == "ok", result

@@ -112,7 +112,7 @@ BROAD = {
     "data/chat.py:render": "a chat template is a program, and may raise anything; the user is told "
     "for which chat",
     "sandbox/inside/program.py:execute": "an untrusted program may raise anything, and is told so",
-    "sandbox/inside/remote.py:serve": "and it may do so when its tests call it, as they may expect",
+    "sandbox/inside/trial.py:serve": "and it may do so when its tests call it, as they may expect",
     "sandbox/inside/trial.py:_do_pass": "tests that end by any error have failed",
     "sandbox/inside/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0",
     "envs/registry.py:make_env": "the constructor of a user's environment may raise anything",

@@ -16,7 +16,7 @@ import pytest
 from minirl.base.errors import UserError
 from minirl.rewards import functions
 from minirl.sandbox import runner
-from minirl.sandbox.runner import Limits, run
+from minirl.sandbox.runner import ProgramLimits, run
 
 OUTSIDE = "{outside}"
 DENIED = "PermissionError"
@@ -169,7 +169,7 @@ def harmed(tmp_path_factory):
     """Name, result, seconds of all copies, and what of the outside was there before and after."""
     outside = tmp_path_factory.mktemp("outside")
     (outside / "secret").write_text("kept")
-    limits = Limits(
+    limits = ProgramLimits(
         seconds=20.0, memory_mb=512, output=2000, disk_mb=16
     )  # but for those that would use it up
     folders = set(os.listdir(Path(tempfile.gettempdir())))
@@ -263,16 +263,16 @@ def test_nothing_outside_has_changed(harmed):
     ],
 )
 def test_honest_programs_work(program, output):
-    result = run(program, Limits(seconds=20))
+    result = run(program, ProgramLimits(seconds=20))
     assert (result.status, result.output) == ("ok", output)
 
 
 def test_an_error_shows_the_program_s_own_frames():
-    result = run("def f():\n    return 1 / 0\nf()", Limits())
+    result = run("def f():\n    return 1 / 0\nf()", ProgramLimits())
     assert result.status == "error"
     assert result.output.splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert "inside.py" not in result.output and 'File "main.py", line 2, in f' in result.output
-    assert run("def (", Limits()).output.splitlines()[-1].startswith("SyntaxError")
+    assert run("def (", ProgramLimits()).output.splitlines()[-1].startswith("SyntaxError")
 
 
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
@@ -298,7 +298,9 @@ TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
 )
 def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, completion, reward):
     monkeypatch.setattr(
-        runner, "Limits", lambda seconds: Limits(seconds=1.0 if "while" in completion else 20.0)
+        runner,
+        "ProgramLimits",
+        lambda seconds: ProgramLimits(seconds=1.0 if "while" in completion else 20.0),
     )
     assert functions.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from minirl.sandbox.runner import Limits, passes
+from minirl.sandbox.runner import ProgramLimits, passes
 from programs import ROOT
 
 SQUARES = "for x in range(5):\n    assert f(x) == x * x, x"
@@ -132,20 +132,16 @@ LIAR = """class Liar:
 def f(*args):
     return Liar()
 """
-# Speaks to the tests' process itself, before the code that would answer for the program does.
-SPEAKS = """import json, os, struct
+# Replies to the tests' process itself, before the code that would reply for the program does.
+SPEAKS = """import json, os
 def f(*args):
     return []
-def frame(reply):
-    text = json.dumps(reply).encode()
-    return struct.pack('=I', len(text)) + text
 def say(*replies):
     for descriptor in range(3, 20):
         try:
-            os.write(descriptor, b''.join(map(frame, replies)))
+            os.write(descriptor, b''.join(json.dumps(each).encode() + b'\\n' for each in replies))
         except OSError:
             pass
-F = ['value', {'object': 0}, None]
 """
 # An expression that sends the verdict, if it is evaluated in the process of the tests.
 SENDS = """CODE = (
@@ -241,16 +237,6 @@ WRONG = {
         SENDS + "run = exec\ndef f():\n    return CODE",
         "assert run(f()) == 4",
     ),
-    "speaks of eval": (
-        SPEAKS + SENDS + "say({'value': {'f': F, 'g': ['import', 'builtins', 'eval']}},\n"
-        "    {'value': CODE})",
-        "assert g(f()) == 4",
-    ),
-    "speaks of what a module has imported": (
-        SPEAKS + SENDS + "say({'value': {'f': F, 'g': ['import', 'enum', 'bltns']}},\n"
-        "    {'value': CODE})",
-        "assert g.divmod(4, 3) == (1, 1)",
-    ),
     "a class for a module": (
         "class math:\n    isclose = lambda *args: True\ndef f(x):\n    return 0",
         "assert math.isclose(f(2), 4)",
@@ -268,20 +254,24 @@ WRONG = {
         "import builtins\nbuiltins.range = lambda *args: []\ndef f(x):\n    return 0",
         SQUARES,
     ),
-    "speaks for itself": (SPEAKS + "say({'value': {'f': F}}, {'value': True})", SQUARES),
+    "speaks for itself": (
+        SPEAKS + "say({'functions': ['f'], 'values': {}}, {'value': True})",
+        SQUARES,
+    ),
     "speaks of range": (
-        SPEAKS + "say({'value': {'f': F, 'range': F}}, {'value': []})",
+        SPEAKS + "say({'functions': ['f', 'range'], 'values': {}}, {'value': []})",
         SQUARES,
     ),
     "speaks of the builtins": (
-        SPEAKS + "dict_of_range = {'dict': [['range', {'object': 0}]]}\n"
-        "say({'value': {'f': F, '__builtins__': ['value', dict_of_range, None]}}, {'value': []})",
+        SPEAKS + "names = {'dict': [{'tuple': ['range', []]}]}\n"
+        "say({'functions': ['f'], 'values': {'__builtins__': names}}, {'value': []})",
         SQUARES,
     ),
-    "speaks of exit": (
-        SPEAKS + "say({'value': {'f': F, 'range': ['import', 'builtins', 'exit']}})",
+    "speaks of a class that Python does not build": (
+        SPEAKS + "say({'functions': ['f'], 'values': {'f': {'eval': ['1']}}})",
         SQUARES,
     ),
+    "speaks of the nonce": (SPEAKS + "say({'nonce': ''}, {'nonce': '0' * 32})", UNITTEST),
     "an error that tests do not expect": ("def f(x):\n    raise GeneratorExit", SQUARES),
     "an error of the judge's name": (
         "class NotPlainError(BaseException):\n    pass\ndef f(x):\n    raise NotPlainError",
@@ -306,7 +296,9 @@ def verdicts():
     cases = {("right", name): case for name, case in RIGHT.items()}
     cases |= {("wrong", name): case for name, case in WRONG.items()}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as threads:
-        passed = list(threads.map(lambda case: passes(*case, Limits(seconds=60)), cases.values()))
+        passed = list(
+            threads.map(lambda case: passes(*case, ProgramLimits(seconds=60)), cases.values())
+        )
     return dict(zip(cases, passed, strict=True))
 
 
@@ -320,29 +312,29 @@ def test_a_program_that_is_not_right_does_not_pass(verdicts, name):
     assert not verdicts["wrong", name]
 
 
-# LeetCode's form: objects of a program with a class compute.
-SOLUTION = (
-    LIAR
-    + """    __float__ = lambda self: 3.0
-class Solution:
-    f = f
-"""
-)
+LEETCODE = LIAR + "class Solution:\n    f = f\n"
+RIGHT_LEETCODE = "class Solution:\n    def f(self, x):\n        return x * x"
+BY_VALUE = [
+    "assert abs(Solution().f(2) - 4.0) < 1e-6",
+    "assert Solution().f(2) == 4",
+    "def check(candidate):\n    assert candidate(x=2) == 4\ncheck(Solution().f)",
+]
+
+
+@pytest.mark.parametrize("test", BY_VALUE)
+def test_methods_of_new_objects_are_judged_by_value(test):
+    assert passes(RIGHT_LEETCODE, test, ProgramLimits(seconds=60))
+    assert not passes(LEETCODE, test, ProgramLimits(seconds=60))
 
 
 @pytest.mark.parametrize(
-    ("test", "is_fooled"),
-    [
-        ("assert abs(Solution().f(2) - 4.0) < 1e-6", True),
-        ("assert Solution().f(2) == 4.0", False),
-        ("import math\nassert math.isclose(Solution().f(2), 4.0)", False),
-        ("assert abs(float(Solution().f(2)) - 4.0) < 1e-6", False),
-    ],
+    "test",
+    ["s = Solution()\nassert s.f(2) == 4", "f = Solution().f\nassert f(2).value == 4", UNITTEST],
 )
-def test_tests_of_a_class_with_a_tolerance_are_fooled_as_the_page_says(test, is_fooled):
-    assert passes(SOLUTION, test, Limits(seconds=60)) == is_fooled
+def test_tests_of_objects_can_be_fooled_as_the_page_says(test):
+    assert passes(LEETCODE, test, ProgramLimits(seconds=60))
     page = (ROOT / "minirl" / "rewards" / "README.md").read_text()
-    assert test.splitlines()[-1].removeprefix("assert ").replace("4.0", "3.0") in page
+    assert "Tests that can be fooled" in page
 
 
 @pytest.mark.parametrize(
@@ -354,4 +346,6 @@ def test_tests_of_a_class_with_a_tolerance_are_fooled_as_the_page_says(test, is_
     ],
 )
 def test_a_program_that_does_not_end_does_not_pass(program):
-    assert not passes(program, "assert 2 in f(1)\nassert 2 in list(f(1))", Limits(seconds=1.0))
+    assert not passes(
+        program, "assert 2 in f(1)\nassert 2 in list(f(1))", ProgramLimits(seconds=1.0)
+    )

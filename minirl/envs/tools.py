@@ -66,7 +66,7 @@ class Tools(Env):
         if min(output, seconds, memory_mb, passages) <= 0:
             raise ValueError("output, seconds, memory_mb and passages must be above 0")
         # The sandbox counts bytes, of which a character has at most 4.
-        limits = runner.Limits(seconds=seconds, memory_mb=memory_mb, output=4 * output)
+        limits = runner.ProgramLimits(seconds=seconds, memory_mb=memory_mb, output=4 * output)
         self.tools: dict[str, Callable[[str], str]] = {
             "python": partial(python, limits=limits),
             "search": partial(search, corpus=corpus, passages=passages),
@@ -105,7 +105,7 @@ class Tools(Env):
         return Result(observation=reply)
 
 
-def python(program: str, limits: runner.Limits) -> str:
+def python(program: str, limits: runner.ProgramLimits) -> str:
     """Return what a program prints, and how it ended if not well."""
     result = runner.run(program, limits)
     output = result.output.strip()

@@ -397,12 +397,12 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the program in the completion passes the row's `tests`.
 
     The program is the completion's last fenced block, or all of it. The tests are Python statements
-    that run in the sandbox, in a process beside the program's (sandbox/inside/trial.py). What the
+    that run in the sandbox, in another process than the program (sandbox/inside/trial.py). What the
     program prints does not count, nor that it ends by sys.exit(0).
     """
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
     program = blocks[-1] if blocks else completion
-    passed = runner.passes(program, row["tests"], runner.Limits(seconds=10.0))
+    passed = runner.passes(program, row["tests"], runner.ProgramLimits(seconds=10.0))
     return float(passed)
 
 

@@ -1,13 +1,12 @@
-"""Run an untrusted Python program.
+"""Run an untrusted Python program in a process and a folder that can reach nothing else."""
 
-It runs in a process of its own, in a folder of its own, and can reach nothing else.
-"""
-
+import contextlib
 import functools
 import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import minirl
 from minirl.base.errors import require
-from minirl.sandbox.judge import Judge
+from minirl.sandbox.inside.trial import PASSED
 from minirl.sandbox.usage import OverLimitError, check_usage, remove_folder
 
 # Starts the program with the inner side of minirl only, whatever is installed.
@@ -46,7 +45,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """What a program may use."""
 
     seconds: float = 5.0  # Wall time; the limit of CPU time is the next whole second.
@@ -69,7 +68,7 @@ class ProgramResult:
 STATUSES = {0: "ok", -signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
 
 
-def run(program: str, limits: Limits) -> ProgramResult:
+def run(program: str, limits: ProgramLimits) -> ProgramResult:
     """Run `program` under Python with the packages of this environment.
 
     Blocks; call it from a thread. The program cannot read or write a file outside its folder
@@ -77,13 +76,13 @@ def run(program: str, limits: Limits) -> ProgramResult:
     of the attributes of its own files do nothing.
 
     Raises:
-        UserError: where the kernel cannot enforce that: nothing runs unprotected.
+        UserError: The kernel cannot enforce that. Nothing runs unprotected.
     """
     check_supported()
-    return _run(program, limits)
+    return _run(program, limits)[0]
 
 
-def passes(program: str, tests: str, limits: Limits) -> bool:
+def passes(program: str, tests: str, limits: ProgramLimits) -> bool:
     """Return whether `tests` of what `program` defines reach their end.
 
     Both run in the sandbox, in two processes: sandbox/inside/trial.py says how. The program prints
@@ -93,18 +92,13 @@ def passes(program: str, tests: str, limits: Limits) -> bool:
         UserError: as `run` does.
     """
     check_supported()
-    judge = Judge(tests)
-    try:
-        _run(program, limits, judge)
-    finally:
-        judge.close()
-    return judge.passed
+    return _run(program, limits, tests)[1]
 
 
 @functools.cache
 def check_supported() -> None:
     """Raise UserError on a machine without Landlock or seccomp."""
-    result = _run("print('kept in')", Limits(seconds=30))
+    result, _ = _run("print('kept in')", ProgramLimits(seconds=30))
     require(
         (result.status, result.output) == ("ok", "kept in\n"),
         "programs need a sandbox of Landlock and seccomp (Linux 5.13 or later on x86_64 or "
@@ -112,38 +106,47 @@ def check_supported() -> None:
     )
 
 
-def _run(program: str, limits: Limits, judge: Judge | None = None) -> ProgramResult:
+def _run(
+    program: str, limits: ProgramLimits, tests: str | None = None
+) -> tuple[ProgramResult, bool]:
+    """Return how a program ended, and whether the tests have passed."""
     end = time.monotonic() + limits.seconds
     # The program's folder is in one where it cannot write, which is needed to remove it.
     root = tempfile.mkdtemp(prefix="minirl-")
     folder = os.path.join(root, "program")
     os.mkdir(folder)
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
+    verdict, inner = socket.socketpair()
     settings = {
         "parent": os.getpid(),
         "readable": READABLE,
         "seconds": int(limits.seconds) + 1,
         "memory": limits.memory_mb * 2**20,
         "disk": limits.disk_mb * 2**20,
-        "judge": judge.inner.fileno() if judge else None,
+        "verdict": None if tests is None else inner.fileno(),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-B", "-c", START.format(str(ROOT)), json.dumps(settings)],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=[judge.inner.fileno()] if judge else [],
-        start_new_session=True,
-        env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-    )
-    if judge:
-        judge.inner.close()
-    watch = ProgramWatch(process, folder, limits, end, judge)
+    with inner:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", "-c", START.format(str(ROOT)), json.dumps(settings)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[] if tests is None else [inner.fileno()],
+            start_new_session=True,
+            env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+        )
+    watch = ProgramWatch(process, folder, limits, end, verdict)
     try:
-        watch.until_end()
+        if tests is not None:
+            verdict.settimeout(limits.seconds)
+            # OSError: the process has ended, or takes too long to start.
+            with contextlib.suppress(OSError):
+                verdict.sendall(tests.encode(errors="replace"))
+                verdict.shutdown(socket.SHUT_WR)
+        status = watch.until_end()
     finally:
-        process.kill()  # it has no children
+        process.kill()  # The tests' process ends with it.
         code = process.wait()
         watch.close()
         remove_folder(root, "program")
@@ -151,28 +154,28 @@ def _run(program: str, limits: Limits, judge: Judge | None = None) -> ProgramRes
     text = watch.output[: limits.output].decode(errors="replace")
     if len(watch.output) > limits.output:
         text += "\n... (cut)"
-    status = watch.status or STATUSES.get(code, "error" if code > 0 else "killed")
-    return ProgramResult(status, text)
+    status = status or STATUSES.get(code, "error" if code > 0 else "killed")
+    return ProgramResult(status, text), watch.passed
 
 
 class ProgramWatch:
-    """Looks at a program until it ends, has passed its tests, or uses more than it may.
+    """Watches a program until it ends, has passed its tests, or uses more than it may.
 
     Args:
-        process: of the program, with a pipe as its output.
-        folder: of the program.
-        limits: of the program.
+        process: the program's process, with a pipe as its output.
+        folder: the folder of all files that it can name.
+        limits: what it may use.
         end: when its time is over, by time.monotonic().
-        judge: of its tests, if there are any.
+        verdict: connection over which the tests' process says PASSED.
     """
 
     def __init__(
         self,
         process: subprocess.Popen,
         folder: str,
-        limits: Limits,
+        limits: ProgramLimits,
         end: float,
-        judge: Judge | None,
+        verdict: socket.socket,
     ):
         assert process.stdout  # as `_run` has asked for
         self.pipe = process.stdout
@@ -180,53 +183,48 @@ class ProgramWatch:
         self.folder = folder
         self.limits = limits
         self.end = end
-        self.judge = judge
+        self.verdict = verdict
         self.output = b""
-        self.status: str | None = None  # Why the process has to be ended.
-        self._has_ended = False
-        self._has_said_all = False
+        self.passed = False
         self._ended = os.pidfd_open(process.pid)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._ended, selectors.EVENT_READ, self._note_end)
-        self._selector.register(self.pipe, selectors.EVENT_READ, self._read)
-        if judge:
-            self._selector.register(judge.own, selectors.EVENT_WRITE, judge.send)
 
-    def until_end(self) -> None:
-        """Return when the program has ended, or has to."""
+    def until_end(self) -> str | None:
+        """Return when the program has ended (None), or why it has to be ended."""
         next_look = 0.0
-        while not (self._has_ended and self._has_said_all):
-            now = time.monotonic()
-            if now > self.end:
-                self.status = "timeout"
-                return
-            if now > next_look:
-                next_look = now + SECONDS_BETWEEN_LOOKS
-                try:
-                    check_usage(self.folder, self.pid, self.limits.disk_mb * 2**20)
-                except OverLimitError as over:
-                    self.status = over.status
-                    return
-            for key, _ in self._selector.select(min(SECONDS_BETWEEN_LOOKS, self.end - now)):
-                key.data(self._selector)
-            if self.judge and self.judge.passed:
-                return
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._ended, selectors.EVENT_READ, lambda: False)
+            selector.register(self.pipe, selectors.EVENT_READ, self._read_output)
+            selector.register(self.verdict, selectors.EVENT_READ, self._read_verdict)
+            while selector.get_map() and not self.passed:
+                now = time.monotonic()
+                if now > self.end:
+                    return "timeout"
+                if now > next_look:
+                    next_look = now + SECONDS_BETWEEN_LOOKS
+                    try:
+                        check_usage(self.folder, self.pid, self.limits.disk_mb * 2**20)
+                    except OverLimitError as over:
+                        return over.status
+                for key, _ in selector.select(min(SECONDS_BETWEEN_LOOKS, self.end - now)):
+                    says_more = key.data()
+                    if not says_more:
+                        selector.unregister(key.fileobj)
+        return None
 
-    def _read(self, selector: selectors.BaseSelector) -> None:
-        """Take output. What goes beyond the limit is dropped, so that the program goes on."""
+    def _read_output(self) -> bool:
+        """Take output. What exceeds the limit is dropped, so that the program can continue."""
         chunk = os.read(self.pipe.fileno(), 65536)
-        if not chunk:
-            self._has_said_all = True
-            selector.unregister(self.pipe)
-        elif len(self.output) <= self.limits.output:
+        if len(self.output) <= self.limits.output:
             self.output += chunk
+        return bool(chunk)
 
-    def _note_end(self, selector: selectors.BaseSelector) -> None:
-        self._has_ended = True
-        selector.unregister(self._ended)
+    def _read_verdict(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            self.passed = self.verdict.recv(len(PASSED)) == PASSED
+        return False
 
     def close(self) -> None:
-        """Close what the watch has opened, and the pipe."""
-        self._selector.close()
+        """Close what the program was watched by."""
         os.close(self._ended)
         self.pipe.close()
+        self.verdict.close()

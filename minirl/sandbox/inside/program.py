@@ -26,17 +26,16 @@ def main() -> None:
         sys.exit(1)  # It ended before the line above.
     rights = Confinement(settings["readable"], folder, limits(settings))
     scope = make_scope()
-    if settings["judge"] is None:
+    if settings["verdict"] is None:
         confine(rights)
         sys.path.insert(0, folder)
         execute("main.py", scope)
         return
 
     # Imported here: most programs have no tests, and start in half the time without these.
-    from minirl.sandbox.inside.remote import serve
-    from minirl.sandbox.inside.trial import start_tests
+    from minirl.sandbox.inside.trial import serve, start_tests
 
-    tests = start_tests(settings["judge"], rights)
+    tests = start_tests(settings["verdict"], rights)
     confine(rights)
     sys.path.insert(0, folder)
     try:

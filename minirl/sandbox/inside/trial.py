@@ -1,51 +1,138 @@
-"""The process in which tests judge a program that runs in another one.
+"""Tests judge a program by the values that its functions return.
 
-    runner   main.py ───────────────▶ program's process: runs main.py, then serves (remote.py)
-       ╲                                  ▲ calls and values
-        tests ──────────────────────▶ tests' process: runs them with stand-ins for what main.py
-              ◀────────────────────── defines, and says PASSED
-             verdict
+    runner   main.py ────▶ program's process: runs main.py, then calls the functions asked for
+       ╲                       ▲ names and arguments, values
+        tests ───────────▶ tests' process: runs the tests and says PASSED
+             ◀────────────
+              verdict
 
-Both are in the sandbox. The program's process holds neither the tests nor the connection that the
-verdict goes through. What it prints, and whether it leaves by sys.exit(0), is no matter.
+Both are in the sandbox. In the tests' process a function of the program is a request: name and
+arguments go to the other process and a value returns, all as JSON. No code of the program runs
+where values are compared, and the program's process holds neither the tests nor the connection for
+the verdict. An object of a class of the program arrives as an `Opaque`, which equals nothing.
 
-The tests use the built-in functions and the modules, whatever the program calls its own; only tests
-of nothing else take `sum` or `max` for the program's. Objects of the program compute with other
-values, or say that they contain one, only for tests that name a class of it (a capital letter):
-where a function is to return a number, nothing else passes for one.
-
-Some tests need the program in their own process: they give it a function of their own, replace its
-standard output, or are cases of unittest. Those run there, and then it is the program's process
-that says how they ended. A program that was made for it could lie there.
+Tests that need more than values run in the program's process, which then returns a nonce that came
+with them. A program made for it can cheat there. Which tests these are is decided by the tests
+alone, never by what a program returns.
 """
 
 import ast
 import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import functools
 import importlib
+import itertools
+import json
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any, TextIO
 
 from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
-from minirl.sandbox.inside.remote import MODULE_ALIASES, PURE_MODULES, Program, StandIn
-from minirl.sandbox.inside.values import NotPlainError
 
 PASSED = b"passed"
-# Names with which tests look at more than values.
-INSIDE_ONLY = frozenset(
-    ("__builtins__", "__import__", "breakpoint", "compile", "dir", "eval", "exec", "globals")
-    + ("input", "locals", "open", "super", "vars")
+MAX_ITEMS = 10_000  # Of an iterator: a generator may have no end.
+
+# Types that travel, by name: its items, which are encoded too, and how to build one from them.
+# Subclasses of bool, int, float and str are written by JSON as those are.
+KINDS: dict[str, tuple[type, Callable[[Any], Iterable], Callable[[list], object]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "Counter": (collections.Counter, dict.items, lambda items: collections.Counter(dict(items))),
+    "OrderedDict": (collections.OrderedDict, dict.items, collections.OrderedDict),
+    "dict": (dict, dict.items, dict),
+    "deque": (collections.deque, list, collections.deque),
+    "bytes": (bytes, list, bytes),
+    "bytearray": (bytearray, list, bytearray),
+    "range": (range, lambda it: [it.start, it.stop, it.step], lambda items: range(*items)),
+    "complex": (complex, lambda it: [it.real, it.imag], lambda items: complex(*items)),
+    "Fraction": (
+        fractions.Fraction,
+        lambda it: [it.numerator, it.denominator],
+        lambda items: fractions.Fraction(*items),
+    ),
+    "Decimal": (decimal.Decimal, lambda it: [str(it)], lambda items: decimal.Decimal(*items)),
+    "datetime": (
+        datetime.datetime,
+        lambda it: [it.isoformat()],
+        lambda items: datetime.datetime.fromisoformat(*items),
+    ),
+    "date": (
+        datetime.date,
+        lambda it: [it.isoformat()],
+        lambda items: datetime.date.fromisoformat(*items),
+    ),
+    "iterator": (Iterator, lambda it: list(itertools.islice(it, MAX_ITEMS)), iter),
+}
+
+# Modules that only compute: tests may use them in a process without the program.
+MODULES = frozenset(
+    ("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools")
+    + ("heapq", "itertools", "json", "math", "numpy", "operator", "re", "statistics", "string")
+    + ("time", "typing")
 )
-ASYNCHRONOUS = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+ALIASES = {"np": "numpy"}
+# Names with which tests look at more than values.
+NEED_PROGRAM = frozenset(
+    ("__builtins__", "__import__", "breakpoint", "compile", "delattr", "dir", "eval", "exec")
+    + ("getattr", "globals", "hasattr", "input", "locals", "open", "setattr", "super", "vars")
+)
+PLAIN_TYPES = (int, float, str, list, *(kind for kind, _, _ in KINDS.values()))
+PLAIN_ATTRIBUTES = frozenset(
+    name for kind in PLAIN_TYPES for name in dir(kind) if not name.startswith("_")
+)
+STATEMENTS_WITH_OBJECTS = (ast.AsyncFunctionDef, ast.AsyncFor, ast.Await, ast.ClassDef, ast.With)
+
+
+class NotPlainError(BaseException):
+    """Tests pass an object that does not travel. No Exception, so that tests do not catch it."""
+
+
+class Opaque:
+    """Stands for an object of the program that does not travel. It equals no other value."""
+
+
+def encode(value: Any, of_other: Callable[[Any], object]) -> object:
+    """Return a value as json.dumps takes it: a list as it is, other kinds as {kind: items}.
+
+    Args:
+        value: of any type.
+        of_other: returns what to write for a value that does not travel, or raises.
+    """
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encode(item, of_other) for item in value]
+    for name, (kind, items_of, _) in KINDS.items():
+        if isinstance(value, kind):
+            return {name: [encode(item, of_other) for item in items_of(value)]}
+    return of_other(value)
+
+
+def decode(content: Any) -> Any:
+    """Return a new value from what `encode` has returned. Raises any error if it is not that."""
+    if isinstance(content, list):
+        return [decode(item) for item in content]
+    if not isinstance(content, dict):
+        return content
+    ((name, items),) = content.items()
+    if name == "opaque":
+        return Opaque()
+    return KINDS[name][2](decode(items))
 
 
 def start_tests(verdict_descriptor: int, rights: Confinement) -> socket.socket:
     """Start the tests' process. Returns the program's end of the connection to it.
 
     Args:
-        verdict_descriptor: of the connection to the runner, which this process does not keep.
-        rights: of the process; it does not outlive this one.
+        verdict_descriptor: connection to the runner, which this process does not keep.
+        rights: what the tests' process keeps; it does not outlive this one.
     """
     program_end, tests_end = socket.socketpair()
     verdict = socket.socket(fileno=verdict_descriptor)
@@ -60,112 +147,243 @@ def start_tests(verdict_descriptor: int, rights: Confinement) -> socket.socket:
         confine(rights)
         with verdict.makefile("rb") as stream:
             source = stream.read().decode()
-        if _do_pass(source, Program(tests_end)):
+        if _do_pass(source, tests_end.makefile("rw")):
             verdict.sendall(PASSED)
     os._exit(0)
 
 
-def _do_pass(source: str, program: Program) -> bool:
-    """Run the tests. Returns whether they reach their end; prints the error if not."""
+# --------------------------------------------------------------------------------------------------
+# in the program's process
+
+
+def serve(scope: dict[str, Any], tests: socket.socket) -> None:
+    """Answer the tests' requests, a line of JSON each, until they have ended.
+
+    Args:
+        scope: what the program has defined, by name.
+        tests: connection to the tests' process.
+    """
+    stream = tests.makefile("rw")
+    while line := stream.readline():
+        try:
+            reply = _answer(json.loads(line), scope)
+        except BaseException as error:  # the program's, whatever it is; the tests may expect it
+            classes = [cls.__name__ for cls in type(error).__mro__]
+            reply = {"raised": classes, "arguments": encode(list(error.args), _of_object)}
+        stream.write(json.dumps(reply) + "\n")
+        stream.flush()
+
+
+def _answer(request: dict[str, Any], scope: dict[str, Any]) -> dict[str, Any]:
+    if "tests" in request:
+        try:
+            exec(compile(request["tests"], "tests.py", "exec"), scope)
+        except SystemExit as left:  # as unittest.main does; the program may not
+            frames = traceback.walk_tb(left.__traceback__)
+            by_program = any(frame.f_code.co_filename == "main.py" for frame, _ in frames)
+            if by_program or left.code not in (None, 0, False):
+                raise
+        return {"nonce": request["nonce"]}
+    if "names" in request:
+        known = [name for name in request["names"] if name.partition("().")[0] in scope]
+        found = {name: _look_up(name, scope) for name in known}
+        return {
+            "functions": [name for name, value in found.items() if callable(value)],
+            "values": {
+                name: encode(value, _of_object)
+                for name, value in found.items()
+                if not callable(value)
+            },
+        }
+    arguments = decode(request["arguments"])
+    value = _look_up(request["call"], scope)(*arguments, **decode(request["options"]))
+    now = encode(arguments, _of_object)
+    reply = {"value": encode(value, _of_object)}
+    return reply if now == request["arguments"] else {**reply, "arguments": now}
+
+
+def _look_up(name: str, scope: dict[str, Any]) -> Any:
+    """Return what a name of the tests stands for: `f`, or `Solution().f` of a new object."""
+    name, is_method, attribute = name.partition("().")
+    return getattr(scope[name](), attribute) if is_method else scope[name]
+
+
+def _of_object(value: Any) -> object:
+    """Return an array or a number of numpy as its list or number, any other object as opaque."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), _of_object)
+    return {"opaque": []}
+
+
+# --------------------------------------------------------------------------------------------------
+# in the tests' process
+
+
+def _do_pass(source: str, program: TextIO) -> bool:
+    """Run the tests. Returns whether they reach their end; prints the error if not.
+
+    Args:
+        source: Python statements.
+        program: connection to the program's process.
+    """
     try:
-        names = program.names()
-        if can_be_apart(source):
+        tree = _MethodsOfNewObjects().visit(ast.parse(source))
+        if not needs_program(tree):
             try:
-                names = names_for(source, names)
-                program.computes = any(_is_class(name, value) for name, value in names.items())
-                scope = {"__name__": "__main__", "__builtins__": builtins, **names}
-                scope["type"] = _type_in(program)
-                exec(compile(source, "tests.py", "exec"), scope)
+                exec(compile(tree, "tests.py", "exec"), _make_scope(tree, program))
                 return True
             except NotPlainError:
-                pass  # They do what cannot be done apart.
-        program.run_inside(source)
-        return True
+                pass
+        nonce = os.urandom(16).hex()
+        return _exchange(program, {"tests": source, "nonce": nonce}).get("nonce") == nonce
     except BaseException:  # the tests' or the program's, and it has failed whatever it is
         traceback.print_exc()
         return False
 
 
-def names_for(source: str, names: dict[str, object]) -> dict[str, object]:
-    """Return what tests see of a program's names: those that they ask it for.
+class _MethodsOfNewObjects(ast.NodeTransformer):
+    """Makes `Solution().f`, the form of LeetCode, one name, so that it is called by value."""
 
-    Those of built-in functions are not among them, unless the tests ask for nothing else. Where the
-    tests take attributes of a name of a module, as `math.isclose`, it is the module, whatever the
-    program calls so, but for a class of that name from that module (`datetime`).
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        match node.value:
+            case ast.Call(func=ast.Name(id=cls), args=[], keywords=[]) if cls[0].isupper():
+                return ast.copy_location(ast.Name(f"{cls}().{node.attr}", ast.Load()), node)
+        self.generic_visit(node)
+        return node
+
+
+def needs_program(tree: ast.AST) -> bool:
+    """Return whether tests look at more of a program than values, and so run in its process.
+
+    Those are tests that name a class of it, use attributes of objects, call what a function has
+    returned, replace a built-in function, or use modules and statements that do more than compute.
     """
-    tree = ast.parse(source)
-    wanted = _free_names(tree) & names.keys()
-    own = {name for name in wanted if name not in vars(builtins) and name not in PURE_MODULES}
-    if own:
-        wanted -= vars(builtins).keys()
-    seen = {name: names[name] for name in wanted}
-    with_attributes = {
-        node.value.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    nodes = list(ast.walk(tree))
+    if any(name[0].isupper() and "()." not in name for name in _program_names(tree)):
+        return True
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    stored = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    for name in with_attributes & wanted & (PURE_MODULES | MODULE_ALIASES.keys()):
-        module = importlib.import_module(MODULE_ALIASES.get(name, name))
-        if name not in vars(module) or seen[name] is not vars(module)[name]:
-            seen[name] = module
-    return seen
+    for function in called:
+        if isinstance(function, ast.Call | ast.Subscript):
+            return True
+        if isinstance(function, ast.Name) and function.id in stored:
+            return True
+    return any(_needs_object(node, called) for node in nodes)
 
 
-def _free_names(tree: ast.AST) -> set[str]:
-    """Return the names that a source uses and does not define."""
+def _needs_object(node: ast.AST, called: list[ast.expr]) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if _is_module(module):
+            value = vars(_import(module)).get(name)
+            # An array is a list by value, which is no numpy.ndarray.
+            return value is None or (isinstance(value, type) and node not in called)
+        case ast.Attribute(attr=name):
+            return name not in PLAIN_ATTRIBUTES
+        case ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+            return name in vars(builtins)
+        case ast.Name(id=name):
+            return name in NEED_PROGRAM
+        case ast.Import(names=names):
+            return any(alias.name not in MODULES for alias in names)
+        case ast.ImportFrom(module=module):
+            return module not in MODULES
+    return isinstance(node, STATEMENTS_WITH_OBJECTS)
+
+
+def _is_module(name: str) -> bool:
+    return ALIASES.get(name, name) in MODULES
+
+
+def _import(name: str) -> ModuleType:
+    return importlib.import_module(ALIASES.get(name, name))
+
+
+def _program_names(tree: ast.AST) -> set[str]:
+    """Return the names that tests use and do not define, which are the program's.
+
+    Built-in functions are Python's own, unless the tests name nothing else.
+    """
     used = set()
     defined = set()
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 used.add(name)
-            case ast.Name(id=name) | ast.arg(arg=name):
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
                 defined.add(name)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.Attribute(value=ast.Name(id=name)) if _is_module(name):
                 defined.add(name)
-    return used - defined
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                defined |= {alias.asname or alias.name for alias in names}
+            case ast.ExceptHandler(name=str(name)):
+                defined.add(name)
+    free = used - defined
+    return free - vars(builtins).keys() or free
 
 
-def _is_class(name: str, value: object) -> bool:
-    """Whether tests that name this object of the program take it for a class."""
-    return type(value) is StandIn and name[0].isupper()
+def _make_scope(tree: ast.AST, program: TextIO) -> dict[str, Any]:
+    """Return what tests see: the functions and values of the program that they name, and modules.
+
+    A module that tests do not import, as in `math.isclose`, is Python's, whatever the program calls
+    so.
+    """
+    wanted = sorted(_program_names(tree))
+    reply = _exchange(program, {"names": wanted})
+    names = {name: decode(value) for name, value in reply["values"].items()}
+    names |= {name: functools.partial(_call, program, name) for name in reply["functions"]}
+    # A program that speaks for itself, without `serve`, may say any name.
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    scope |= {name: names[name] for name in wanted if name in names}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name)) if _is_module(name):
+                scope[name] = _import(name)
+    return scope
 
 
-def _type_in(program: Program) -> Callable:
-    """Return what `type` is for the tests: it knows the classes of the program's objects."""
+def _call(program: TextIO, function: str, /, *arguments: object, **options: object) -> object:
+    """Return what a function of the program returns. Arguments that it changes are changed here.
 
-    def type_of(value: object) -> object:
-        if type(value) is StandIn:
-            return program.ask("__getattr__", value, "__class__")
-        return type(value)
+    Raises:
+        NotPlainError: an argument does not travel. Nothing has been called then.
+    """
+    request = {
+        "call": function,
+        "arguments": encode(list(arguments), _refuse),
+        "options": encode(options, _refuse),
+    }
+    reply = _exchange(program, request)
+    for argument, now in zip(arguments, decode(reply.get("arguments", [])), strict=False):
+        if isinstance(argument, list | bytearray):
+            argument[:] = now
+        elif isinstance(argument, dict | set):
+            argument.clear()
+            argument.update(now)
+        elif isinstance(argument, collections.deque):
+            argument.clear()
+            argument.extend(now)
+    return decode(reply["value"])
 
-    return type_of
+
+def _refuse(value: object) -> object:
+    if isinstance(value, Opaque):
+        raise TypeError("an object of the program is no argument by value")
+    raise NotPlainError(f"a value of type {type(value).__name__}")
 
 
-def can_be_apart(source: str) -> bool:
-    """Return whether tests look at nothing of a program but values."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return all(_is_apart(node, called) for node in ast.walk(tree))
-
-
-def _is_apart(node: ast.AST, called: set[int]) -> bool:
-    match node:
-        case ast.Import(names=names):
-            return all(alias.name.split(".")[0] in PURE_MODULES for alias in names)
-        case ast.ImportFrom(module=module):
-            return (module or "").split(".")[0] in PURE_MODULES
-        case ast.ClassDef(bases=bases):
-            return not bases  # One of them could be the program's.
-        case ast.FunctionDef(name=name):
-            return name not in vars(builtins)  # The program would see what takes its place.
-        case ast.Name(id="type"):
-            return id(node) in called
-        case ast.Name(id=name, ctx=ast.Store()):
-            return name not in vars(builtins)
-        case ast.Name(id=name):
-            return name not in INSIDE_ONLY
-    return not isinstance(node, ASYNCHRONOUS)
+def _exchange(program: TextIO, request: dict[str, object]) -> dict[str, Any]:
+    """Send a request and return the reply. Raises the error that it reports."""
+    program.write(json.dumps(request) + "\n")
+    program.flush()
+    line = program.readline()
+    if not line:
+        os._exit(1)  # The program has left. No error: tests could expect one.
+    reply = json.loads(line)
+    if "raised" in reply:
+        for name in reply["raised"]:
+            known = vars(builtins).get(name)
+            if isinstance(known, type) and issubclass(known, BaseException):
+                raise known(*decode(reply["arguments"]))
+    return reply
