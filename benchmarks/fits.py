@@ -11,8 +11,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RolloutConfig
 from minirl.config.validate import resolve_lengths

@@ -51,8 +51,7 @@ from minirl.config.shared import (
 from minirl.data.prompts import Prompts
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
-from minirl.envs.base import Env, Result, State
-from minirl.envs.single_turn import SingleTurn
+from minirl.envs.base import Env, Result, SingleTurn, State
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.rewards.functions import Rewards

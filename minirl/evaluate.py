@@ -17,7 +17,6 @@ import json
 from pathlib import Path
 
 from minirl.base.errors import require
-from minirl.config.lengths import eval_extra_tokens
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
@@ -79,7 +78,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
 
     # 2. Load the models.
     dtype = choose_dtype(cfg.engine.dtype, "engine.dtype", mesh)
-    max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
+    max_model_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
     engine = RolloutEngine(
         dataclasses.replace(cfg.engine, max_model_len=max_model_len),
         folder,
@@ -150,7 +149,7 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
         config,
         f"model = {folder}",
         "engine.max_model_len",
-        cfg.engine.max_model_len + eval_extra_tokens(cfg),
+        cfg.engine.max_model_len + cfg.eval_extra_tokens,
     )
     open_weights(folder)  # damaged files are refused before the engine meets them
     with limited_template(cfg, f"model = {cfg.model}", mesh.watch):

@@ -18,10 +18,9 @@ from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
-from minirl.config.adapters import validate_lora
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
+from minirl.config.validate import validate_lora
 from minirl.model import build
 from minirl.model.mixture import routing
 from minirl.train.policy import Policy

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from minirl.base.errors import UserError
-from minirl.config.lengths import eval_extra_tokens
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
@@ -620,7 +619,7 @@ def test_impossible_settings_are_refused_with_the_arithmetic(settings, message):
 def test_an_evaluation_samples_as_eval_says_and_else_as_rollout():
     cfg = RLConfig()
     resolve_lengths(cfg)
-    assert eval_extra_tokens(cfg) == 0
+    assert cfg.eval_extra_tokens == 0
     plain = eval_sampling(cfg, (2,))
     assert (plain.max_tokens, plain.top_p, plain.top_k) == (256, 1.0, -1)
     assert (plain.episode_tokens, plain.context_tokens) == (256, 512)
@@ -645,7 +644,7 @@ def test_an_evaluation_samples_as_eval_says_and_else_as_rollout():
     resolve_lengths(cfg)
     shorter = eval_sampling(cfg, (2,))
     assert (shorter.max_tokens, shorter.top_p) == (500, 0.9)
-    assert eval_extra_tokens(cfg) == 0
+    assert cfg.eval_extra_tokens == 0
 
 
 def test_sampling_may_be_truncated_where_nothing_is_trained():

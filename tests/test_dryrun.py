@@ -21,8 +21,7 @@ from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.parallel import fsdp
 from minirl.plan import pretend

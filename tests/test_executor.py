@@ -23,9 +23,8 @@ from minirl.data import chat
 from minirl.data.prompts import Prompts
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
+from minirl.envs.adapters.openrlhf import OpenRLHF, OpenRLHFExecutor
 from minirl.envs.base import PolicyInfo, State
-from minirl.envs.openrlhf import OpenRLHF
-from minirl.envs.openrlhf_executor import OpenRLHFExecutor
 from minirl.envs.registry import make_env
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import make_rewards

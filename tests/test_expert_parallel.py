@@ -13,9 +13,8 @@ from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.checkpoint import export
 from minirl.checkpoint.state import Saver, load_checkpoint, state_dict_of
-from minirl.config.lora import LoraConfig
 from minirl.config.parse import parse_flags
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.config.supervised import SFTConfig

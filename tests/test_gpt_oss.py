@@ -11,8 +11,7 @@ import tiny
 from harness import ranks, two_at_once
 from minirl import checkpoint
 from minirl.base.errors import UserError
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.model import build
 from minirl.model.families import check_supported
 from minirl.model.mixture import mxfp4

@@ -14,8 +14,7 @@ from minirl.checkpoint import export
 from minirl.checkpoint.exporting import export_adapter
 from minirl.checkpoint.reading import saved_shapes
 from minirl.checkpoint.state import Saver, load_checkpoint
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.model import build

@@ -19,9 +19,8 @@ from minirl.checkpoint import export
 from minirl.checkpoint.commands import export_checkpoint, merge
 from minirl.checkpoint.exporting import export_adapter
 from minirl.checkpoint.state import Saver
-from minirl.config.lora import LoraConfig
 from minirl.config.parse import save_config
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig, MergeConfig
 from minirl.train.policy import Policy

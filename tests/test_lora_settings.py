@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minirl.base.errors import UserError
-from minirl.config.adapters import validate_lora
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
+from minirl.config.validate import validate_lora
 from minirl.model.adapters import nf4
 from test_config import changed, check_rl
 

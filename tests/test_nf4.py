@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import RankFailed, ranks
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.model.adapters import lora
 from minirl.train.policy import Policy
 from test_gradients import worst

@@ -17,9 +17,8 @@ from minirl import checkpoint
 from minirl.algo import losses
 from minirl.batch.exchange import exchange
 from minirl.checkpoint.state import state_dict_of
-from minirl.config.lora import LoraConfig
 from minirl.config.parse import parse_flags
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.model.adapters.lora import is_adapter

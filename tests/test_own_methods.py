@@ -207,8 +207,10 @@ def test_a_wrong_loss_is_told_at_the_start(file, name):
 
 
 def test_a_loss_that_is_nowhere_is_told(file):
-    with pytest.raises(UserError, match="algo.loss = 'poo' is neither ppo, gspo or cispo nor of"):
-        validate_rl(config(loss="poo"), 1)
+    with pytest.raises(
+        UserError, match="algo.loss = 'poo' is neither registered .ppo, gspo, cispo"
+    ):
+        user_algorithms.check_methods(config(loss="poo"))
     with pytest.raises(UserError, match="no file none.py"):
         user_algorithms.check_methods(config(loss="none.py:f"))
     with pytest.raises(UserError, match="has no function other"):

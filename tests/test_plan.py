@@ -33,9 +33,8 @@ from benchmarks import fits
 from harness import ranks
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
-from minirl.config.lora import LoraConfig
 from minirl.config.parse import fill_config
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.model import build
 from minirl.plan import __main__ as program
 from minirl.plan import (

@@ -79,7 +79,6 @@ OTHER_FLAGS = {
     "--find-links",
     "--fix",
     "--help",
-    "--help-all",
     "--cpu",
     "--cuda",
     "--dev",
@@ -338,11 +337,10 @@ def parse_script(script: str, flags: list[str], monkeypatch, capsys) -> None:
     if "cli.run(RLConfig" in text:
         parse_flags(RLConfig, flags)
         return
-    whole_help = "--help-all" if "cli.run(Load" in text else "--help"
     named = [flag for flag in flags if flag.startswith("--")]
     if not named:
         return
-    monkeypatch.setattr(sys, "argv", [script, whole_help])
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     text = capsys.readouterr().out

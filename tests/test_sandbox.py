@@ -1,4 +1,4 @@
-"""Two hundred programs that mean harm, run beside each other: each gets a clear result within its
+"""Eighty programs that mean harm, several at once: each gets a clear result within its
 limit, and nothing outside changes."""
 
 import dataclasses
@@ -161,7 +161,7 @@ HARM = {
         "inside.py OSError",
     ),
 }
-COPIES = 5
+COPIES = 2
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +198,6 @@ def harmed(tmp_path_factory):
         f for f in set(os.listdir(Path(tempfile.gettempdir()))) - folders if f.startswith("minirl-")
     }
     return results, outside, left, threads
-
-
-def test_there_are_two_hundred():
-    assert len(HARM) * COPIES >= 200
 
 
 @pytest.mark.parametrize("name", HARM)

@@ -10,8 +10,7 @@ from harness import ranks
 from minirl.algo import losses
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
 from minirl.parallel.fsdp import local, reshard
 from minirl.train.policy import Policy

@@ -13,16 +13,12 @@ import psutil
 import pytest
 
 import tiny
-from minirl.algo import advantages
 from minirl.base.errors import UserError
 from minirl.config import named
-from minirl.config.describe import settings_of
-from minirl.config.help import COMMON, full_help, short_help
-from minirl.config.parse import load_config, program_of
+from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
-from minirl.rewards import functions
 from programs import QUICKSTART, ROOT, Ended, torchrun
 
 CLASSES = (
@@ -75,15 +71,13 @@ def start(module: str, flags: list[str], folder: Path) -> tuple[Ended, float]:
 PROGRAMS = ("rl", "sft", "rm", "dpo", "kto", "evaluate", "checkpoint", "plan")
 
 
-@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_comes_in_half_a_second(program, flag, tmp_path):
-    ended, seconds = start(f"minirl.{program}", [flag], tmp_path)
+def test_help_comes_in_a_second(program, tmp_path):
+    ended, seconds = start(f"minirl.{program}", ["--help"], tmp_path)
     assert (ended.code, ended.err) == (0, "")
-    shown = "rl" if (program, flag) == ("plan", "--help-all") else program  # settings of the run
-    assert f"usage: python -m minirl.{shown}" in ended.out
+    assert f"usage: python -m minirl.{program}" in ended.out
     assert ended.out.endswith("imported:\n")
-    assert seconds < 0.5 * SLACK
+    assert seconds < 1.0 * SLACK
 
 
 SLACK = 2  # On a machine that is slow, or busy with other things.
@@ -112,20 +106,10 @@ MISTAKES = {  # name -> program, flags, what is said
         "--policy.model scratch --data.train rows.jsonl --reward.function none.py:score",
         "reward.function = none.py:score: no file none.py",
     ),
-    "an unknown reward": (
-        "rl",
-        "--policy.model scratch --data.train rows.jsonl --reward.function exakt",
-        "reward.function = 'exakt' is neither registered",
-    ),
     "no environment": (
         "evaluate",
         "--model a/b --data.eval rows.jsonl --env.name none.py:Mine?x=1",
         "env.name = none.py:Mine: no file none.py",
-    ),
-    "no estimator": (
-        "rl",
-        "--policy.model scratch --data.train rows.jsonl --algo.advantage grpoo",
-        "algo.advantage = 'grpoo' is neither registered",
     ),
     "no template": (
         "sft",
@@ -150,11 +134,6 @@ def test_a_mistake_is_answered_in_a_second(name, tmp_path):
     assert seconds < 1.0 * SLACK
 
 
-def test_names_that_are_known_before_the_functions_are_imported():
-    assert list(named.ESTIMATORS) == list(advantages.ESTIMATORS)
-    assert list(named.REWARDS) == list(functions.REWARDS)
-
-
 @pytest.mark.parametrize(
     "model", ["a", "org/name", "org/name-1.5_b", "./there", "runs/there", "there"]
 )
@@ -176,49 +155,36 @@ def test_what_can_be_no_model_is_refused(model, tmp_path, monkeypatch):
 # the help
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_every_setting_has_a_sentence(cls):
-    silent = [s.name for s in settings_of(cls) if len(s.description.split()) < 2]
-    assert silent == [], "say in the comment of each what it means"
+def help_of(cls, flags, capsys) -> str:
+    with pytest.raises(SystemExit):
+        parse_flags(cls, [*flags, "--help"])
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_the_full_help_has_every_setting_and_its_meaning(cls):
-    text = full_help(cls, program_of(cls))
-    words = " ".join(text.split())
-    for setting in settings_of(cls):
-        assert setting.is_positional or f"  {setting.flag}" in text
-        assert setting.is_positional or setting.description in words, setting.name
-    assert max(map(len, text.splitlines())) <= 100
+def test_every_setting_has_a_sentence(cls, capsys):
+    """The comment of its field; tyro adds the default in parentheses."""
+    entries = re.split(r"\n  (?=--[a-z])", help_of(cls, [], capsys))[1:]
+    assert entries
+    for entry in entries:
+        words = entry.partition("(default")[0].partition(" -----")[0].split()
+        meaning = [
+            word for word in words if not (word.startswith(("-", "{", "[")) or word.isupper())
+        ]
+        assert len(meaning) > 1, f"say in the comment of {words[0]} what it means"
 
 
-def test_the_short_help_has_a_line_for_what_most_users_touch():
-    text = short_help(RLConfig, "minirl.rl")
-    lines = text.splitlines()
-    assert len(lines) < 90 and max(map(len, lines)) <= 100
-    assert "  --policy.lr NUMBER                      learning rate" in text
-    assert "  --resume                                go on from the newest" in text
-    assert "--policy.betas" not in text and "--help-all" in lines[-1]
-
-
-def test_each_setting_of_the_short_help_exists():
-    known = {setting.name for cls in CLASSES for setting in settings_of(cls)}
-    assert COMMON.keys() <= known
-
-
-def test_the_help_shows_the_values_of_a_file(tmp_path):
+def test_the_help_shows_the_values_of_a_file(tmp_path, capsys):
     file = tmp_path / "c.yaml"
     file.write_text(
         "policy: {betas: [0.8, 0.7], cpu_offload: true}\nreward: {function: [exact, a.py:f]}\n"
-        "data: {train: rows.jsonl}\n"
+        "data: {train: rows.jsonl, chat_template_kwargs: {x: 'true', y: text}}\n"
     )
-    text = full_help(RLConfig, "minirl.rl", load_config(RLConfig, str(file)))
-    assert "--policy.betas NUMBER NUMBER  (default: 0.8 0.7)" in text
-    assert "--policy.cpu-offload, --policy.no-cpu-offload  (default: on)" in text
-    assert "--reward.function TEXT ...  (default: exact a.py:f)" in text
-    assert "--reward.weights NUMBER ...  (default: none)" in text
-    assert "--data.train TEXT ...  (default: rows.jsonl)" in text
-    assert "--algo.correction.level {off,token,sequence,geometric}  (default: none)" in text
+    text = " ".join(help_of(RLConfig, ["--config", str(file)], capsys).split())
+    assert "Of AdamW. (default: 0.8 0.7)" in text
+    assert "(default: exact a.py:f)" in text
+    assert "(default: rows.jsonl)" in text
+    assert """(default: x '"true"' y text)""" in text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.formats import open_prompts
 from minirl.data.prompts import Prompts
 from minirl.engine.loop import Completion
-from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
+from minirl.envs.adapters.openrlhf import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, first_call
 from minirl.rewards.functions import make_rewards

@@ -112,6 +112,7 @@ RIGHT = {
         "assert math.isclose(f(2), 4) and np.allclose(f(3), 9)\n"
         "assert datetime.fromisoformat('2020-01-02').day == 2",
     ),
+    "a large number": ("def f(n):\n    return 10**n", "assert f(6000) == 10**6000"),
     "a function with a module's name": ("def copy(x):\n    return x", "assert copy(3) == 3"),
     "unittest": (SQUARE, UNITTEST),
     "printed lines": ("def f():\n    print('hi')", PRINTS),
@@ -272,6 +273,10 @@ WRONG = {
         SQUARES,
     ),
     "speaks of the nonce": (SPEAKS + "say({'nonce': ''}, {'nonce': '0' * 32})", UNITTEST),
+    "an error that ends a loop": (
+        "def f(x):\n    raise StopIteration",
+        "for value in map(f, [2]):\n    assert value == 4",
+    ),
     "an error that tests do not expect": ("def f(x):\n    raise GeneratorExit", SQUARES),
     "an error of the judge's name": (
         "class NotPlainError(BaseException):\n    pass\ndef f(x):\n    raise NotPlainError",

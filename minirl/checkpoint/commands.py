@@ -20,10 +20,9 @@ from minirl.checkpoint.finding import (
     read_newest,
 )
 from minirl.checkpoint.reading import read_state, saved_shapes
-from minirl.config.lora import LoraConfig
 from minirl.config.named import check_run
 from minirl.config.parse import load_config
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
 from minirl.model import build, families, loading
 from minirl.model.adapters import files, lora, nf4

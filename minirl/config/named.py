@@ -24,19 +24,6 @@ from minirl.config.shared import (
 )
 from minirl.config.supervised import DPOConfig, KTOConfig, ServeConfig, SupervisedConfig
 
-# The names of registered functions; the tables with the functions themselves take seconds to
-# import.
-ESTIMATORS = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp_baseline",
-    "reinforce_pp",
-    "gae",
-    "on_policy_distill",
-)
-REWARDS = ("exact", "final_answer", "math_verify", "reasoning_gym", "python_tests")
-
 GYM = "reasoning_gym:"
 ROW_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz", ".zst")
 HUB_DATASET = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -63,11 +50,11 @@ def check_named(cfg: object) -> None:
     if isinstance(cfg, SamplingConfig):
         functions = cfg.reward.function
         for name in [functions] if isinstance(functions, str) else functions:
-            _check_function(name, "reward.function", REWARDS)
-        _check_function(cfg.env.name.partition("?")[0], "env.name")
+            _check_file(name, "reward.function")
+        _check_file(cfg.env.name.partition("?")[0], "env.name")
     if isinstance(cfg, RLConfig):
-        _check_function(cfg.algo.advantage, "algo.advantage", ESTIMATORS)
-        _check_function(cfg.algo.loss, "algo.loss")
+        _check_file(cfg.algo.advantage, "algo.advantage")
+        _check_file(cfg.algo.loss, "algo.loss")
         replay = cfg.rollout.replay
         require(
             not replay or os.path.isdir(replay),
@@ -159,31 +146,20 @@ def _check_rows(data: RowsConfig) -> None:
     )
 
 
-def _check_function(name: str, setting: str, registered: tuple[str, ...] = ()) -> None:
-    """Refuse a function in a file that is not there, and one of an unknown name.
+def _check_file(name: str, setting: str) -> None:
+    """Refuse a function in a file that is not there. Raises UserError.
 
     Args:
-        name: the value of the setting.
+        name: the value of the setting; who looks a registered name up refuses it if it is unknown.
         setting: what names the function, for the message.
-        registered: names that are not of a file; empty: any may be one.
-
-    Raises:
-        UserError: there is no such function.
     """
     in_file = FUNCTION_FILE.fullmatch(name)
     if in_file:
-        file = in_file["file"]
-        require(is_file(file), f"{setting} = {name}: no file {file}")
-    elif name and registered and ":" not in name:
-        require(
-            name in registered,
-            f"{setting} = {name!r} is neither registered ({', '.join(registered)}) nor of the form "
-            "file.py:function",
-        )
+        require(is_file(in_file["file"]), f"{setting} = {name}: no file {in_file['file']}")
 
 
 def check_installed(cfg: LogConfig) -> None:
-    """Refuse a tracker whose package is missing, before anything is loaded. Raises UserError."""
+    """Refuse a tracker if its package is missing, before anything is loaded. Raises UserError."""
     for name, project in (("wandb", cfg.wandb), ("trackio", cfg.trackio)):
         require(
             not project or find_spec(name) is not None,

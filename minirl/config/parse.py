@@ -9,19 +9,20 @@ import dataclasses
 import datetime
 import difflib
 import io
+import itertools
 import json
 import os
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pydantic
 
 from minirl.base.errors import DONE, UserError, require
 from minirl.base.reading import is_file, read_text, why_no_text
-from minirl.config.describe import settings_of
-from minirl.config.yaml_text import parse_yaml, to_yaml
+from minirl.config.values import BOOLEANS, parse_yaml, read_word, to_yaml, write_word
 
 # Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -30,8 +31,10 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 MOST_VALUES = 10_000
 MOST_LEVELS = 20
 
-# What may stand behind a switch, as in YAML.
-BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+CONFIG_HELP = (
+    "--config FILE reads settings from a YAML file; flags win over it. A switch takes true or "
+    "false, too."
+)
 
 # By pydantic's kind of error: what to say instead of its message, which speaks of Python.
 MESSAGES = {
@@ -43,100 +46,87 @@ MESSAGES = {
 def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
-    `--help` prints the settings that most users touch, `--help-all` all of them. Rank 0 does, and
-    the program exits.
+    `--help` prints all settings. Rank 0 does, and the program exits.
 
     Args:
-        cls: a config class, whose docstring says by `-m minirl.NAME` which program it belongs to.
+        cls: a config class, with its program (`-m minirl.NAME`) in its docstring.
         argv: arguments; None: those of the process.
 
     Raises:
         UserError: for a missing file, a flag that tyro refuses (its words are the message), an
             unknown setting and a wrong value.
     """
-    own_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own_flags.add_argument("--config", nargs="?", const="", action="append", default=[])
-    own_flags.add_argument("-h", "--help", action="store_true")
-    own_flags.add_argument("--help-all", action="store_true")
-    known, flags = own_flags.parse_known_args(argv)
+    general = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    general.add_argument("--config", nargs="?", const="", action="append", default=[])
+    general.add_argument("-h", "--help", action="store_true")
+    known, flags = general.parse_known_args(argv)
     files = known.config
     require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")
-    values = load_config(cls, find_recipe(files[0])) if files else None
-    if known.help or known.help_all:
-        _print_help(cls, values, everything=known.help_all)
-    flags = _without_booleans(cls, flags)
-    return fill_config(cls, dataclasses.asdict(_parse(cls, values, flags)))
+    default = {"default": load_config(cls, find_recipe(files[0]))} if files else {}
+    flags = ["--help"] if known.help else _with_plain_switches(cls, flags)
+
+    import tyro  # here, because only programs need it and importing it is slow
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            cfg = tyro.cli(
+                cls,
+                prog=f"python -m {program_of(cls)}",
+                args=flags,
+                description=f"{cls.__doc__}\n\n{CONFIG_HELP}",
+                config=(tyro.conf.PositionalRequiredArgs,),
+                registry=_registry(),
+                **default,
+            )
+    except SystemExit as stop:
+        if not known.help:
+            lines = [line.rstrip() for line in said.getvalue().splitlines()]
+            raise UserError("wrong flags\n" + "\n".join(lines).rstrip()) from stop
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(BrokenPipeError):  # of a pager that was left
+                print(said.getvalue(), end="", flush=True)
+        raise SystemExit(DONE) from stop
+    return fill_config(cls, dataclasses.asdict(cfg))
 
 
-def _without_booleans(cls: type, flags: list[str]) -> list[str]:
+def _with_plain_switches(cls: type, flags: list[str]) -> list[str]:
     """Write `--rollout.dump=True` and `--rollout.dump true` as tyro takes a switch: by name alone.
 
     False is `--rollout.no-dump`.
 
     Raises:
-        UserError: what stands behind `=` is no boolean.
+        UserError: what follows `=` is no boolean.
     """
-    switches = {
-        setting.flag: setting
-        for setting in settings_of(cls)
-        if setting.is_switch and not setting.is_positional
-    }
+    switches = set(_switches(cls, "--"))
     written = []
     waiting = flags[::-1]
     while waiting:
         word = waiting.pop()
         name, equals, text = word.partition("=")
-        setting = switches.get(name.replace("_", "-"))
-        if not setting:
+        flag = name.replace("_", "-")
+        if flag not in switches:
             written.append(word)
             continue
         value: bool | None = True
         if equals:
             value = BOOLEANS.get(text.lower())
             require(value is not None, f"{name} = {text!r} is no boolean; give true or false")
-        elif waiting and BOOLEANS.get(waiting[-1].lower()) is not None:
+        elif waiting and waiting[-1].lower() in BOOLEANS:
             value = BOOLEANS[waiting.pop().lower()]
-        written.append(setting.flag if value else setting.negated_flag)
+        section, dot, last = flag.removeprefix("--").rpartition(".")
+        written.append(flag if value else f"--{section}{dot}no-{last}")
     return written
 
 
-def _print_help(cls: type, values: Any, *, everything: bool) -> NoReturn:
-    """Print the help, and exit; one rank is enough to print it."""
-    from minirl.config import help  # here, because nothing else needs it
-
-    if os.environ.get("RANK", "0") == "0":
-        make_text = help.full_help if everything else help.short_help
-        text = make_text(cls, program_of(cls), values)
-        with contextlib.suppress(BrokenPipeError):  # of a pager that was left
-            print(text, end="", flush=True)
-    raise SystemExit(DONE)
-
-
-def _parse(cls: type, values: Any, flags: list[str]) -> Any:
-    """Return the config that flags make of default values; None: those of the class.
-
-    Raises:
-        UserError: tyro refuses a flag.
-    """
-    import tyro  # here, because only programs need it and importing it is slow
-
-    default = {} if values is None else {"default": values}
-    program = program_of(cls)
-    refusal = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(refusal):
-            return tyro.cli(
-                cls,
-                prog=f"python -m {program}",
-                args=flags,
-                description=cls.__doc__,
-                config=(tyro.conf.PositionalRequiredArgs,),
-                registry=_registry(),
-                **default,
-            )
-    except SystemExit as stop:
-        lines = [line.rstrip() for line in refusal.getvalue().splitlines()]
-        raise UserError("wrong flags\n" + "\n".join(lines).rstrip()) from stop
+def _switches(cls: type, prefix: str) -> Iterator[str]:
+    """Return the flags of a config class that are booleans."""
+    for name, hint in typing.get_type_hints(cls).items():
+        flag = prefix + name.replace("_", "-")
+        if hint is bool:
+            yield flag
+        elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _switches(hint, f"{flag}.")
 
 
 def program_of(cls: type) -> str:
@@ -145,11 +135,17 @@ def program_of(cls: type) -> str:
 
 
 def _registry() -> Any:
-    """Return what tyro has to know of mappings: a flag takes names and values in turn.
-
-    A value is written as in YAML, so that false is no text.
-    """
+    """Return what tyro has to know of mappings: a flag takes names and values in turn."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    def read(words: list[str]) -> dict[str, Any]:
+        if len(words) % 2:
+            raise ValueError(f"names and values come in turn, and {words[-1]!r} has no value")
+        return {name: read_word(word) for name, word in zip(words[::2], words[1::2], strict=True)}
+
+    def write(values: dict[str, Any]) -> list[str]:
+        pairs = [(name, write_word(value)) for name, value in values.items()]
+        return list(itertools.chain.from_iterable(pairs))
 
     registry = ConstructorRegistry()
 
@@ -160,31 +156,12 @@ def _registry() -> Any:
         return PrimitiveConstructorSpec(
             nargs="*",
             metavar="[NAME VALUE ...]",
-            instance_from_str=_to_mapping,
+            instance_from_str=read,
             is_instance=lambda value: isinstance(value, dict),
-            str_from_instance=_from_mapping,
+            str_from_instance=write,
         )
 
     return registry
-
-
-def _to_mapping(words: list[str]) -> dict[str, Any]:
-    """Return the names and values that a flag gives in turn. Raises ValueError if one lacks."""
-    if len(words) % 2:
-        raise ValueError(f"names and values come in turn, and {words[-1]!r} has no value")
-    try:
-        values = [parse_yaml(word, "a value") if word else "" for word in words[1::2]]
-    except UserError as error:
-        raise ValueError(str(error)) from error
-    return dict(zip(words[::2], values, strict=True))
-
-
-def _from_mapping(values: dict[str, Any]) -> list[str]:
-    """Return the words that `_to_mapping` reads."""
-    words = []
-    for name, value in values.items():
-        words += [name, json.dumps(value, ensure_ascii=False)]
-    return words
 
 
 def find_recipe(path: str) -> str:

@@ -14,10 +14,10 @@ from minirl.config.bounds import (
     Share,
     Size,
 )
-from minirl.config.lora import LoraConfig
 
 Checkpointing = Literal["auto", "off", "selective", "full"]
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+Quantization = Literal["none", "nf4"]
 LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 ADAPTERS_LEARN_FASTER = 10  # Times the learning rate of full training.
 
@@ -37,6 +37,38 @@ class ScratchConfig:
     #: Fixed texts that become single tokens, so that a small model need not read them letter by
     #: letter.
     phrases: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the weights that they are added to.
+
+    Hu et al. 2021, LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, of which A and B are
+    trained, in float32, and W stays as it is, in the dtype of forward and backward. B starts at 0.
+    There is no dropout: it would make the policy another than the one that is sampled from.
+    """
+
+    #: Columns of B and rows of A. 0: no adapters, all weights are trained.
+    rank: NonNegativeInt = 0
+    alpha: Positive = 32.0  # What the adapters add is multiplied by alpha / rank.
+    #: Divide alpha by the square root of the rank instead (Kalajdzievski 2023, arXiv 2312.03732).
+    use_rslora: bool = False
+    #: What gets an adapter. all-linear: every matrix of the language model's layers but routers and
+    #: gates of few outputs; attention or mlp: those of these blocks; else names of modules
+    #: (q_proj), or patterns of their whole names (model.visual.*).
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    #: Patterns of weights that are trained whole, next to the adapters, by their names in the
+    #: model's folder, such as lm_head.*. A matrix among them gets no adapter.
+    modules_to_save: list[str] = field(default_factory=list)
+    adapter: str = ""  # Folder of an adapter in PEFT's format to start from; empty: B starts at 0.
+    #: nf4: matrices of the language model's layers are held in 4 bits (Dettmers et al. 2023, QLoRA,
+    #: arXiv 2305.14314), 0.52 bytes a weight, and dequantised one at a time when they are used.
+    quantization: Quantization = "none"
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of what adapters add."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 
 @dataclass(kw_only=True)
@@ -112,9 +144,8 @@ class PolicyConfig:
     lr_schedule: LearningRateSchedule = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
     lr_warmup_ratio: Share = 0.0  # The same as a share of all optimizer steps. Set one of the two.
-    lr_decay_ratio: PositiveShare = (
-        0.1  # Of wsd: the share of all optimizer steps in which it falls.
-    )
+    #: Of wsd: the share of all optimizer steps in which it falls.
+    lr_decay_ratio: PositiveShare = 0.1
     lr_min_ratio: NonNegative = 0.1  # Share of `lr` where cosine, linear and wsd end.
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
     adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.

@@ -60,8 +60,8 @@ class RefConfig:
     #: Steps after which the reference is replaced by the policy of that time (ProRL, arXiv
     #: 2505.24864, sec. 3.2). 0: never.
     every: NonNegativeInt = 0
-    #: Also forget the policy's optimizer state each time, as in ProRL; the learning rate goes on as
-    #: it would have.
+    #: Also forget the policy's optimizer state each time, as in ProRL; the learning rate continues
+    #: as it would have.
     reset_optimizer: bool = False
 
 
@@ -177,8 +177,8 @@ class DebugConfig:
     #: After each refit compare the engine bitwise with a full gather into weights that were all NaN
     #: before; end the run if they differ.
     check_refit: bool = False
-    #: Say it when so many steps in a row are ill in the same way: all rewards of each prompt are
-    #: equal, no answer ends by itself, or the entropy is next to nothing or that of noise.
+    #: Warn when so many steps in a row look collapsed in the same way: all rewards of each prompt
+    #: are equal, no answer ends by itself, or the entropy is near zero or that of noise.
     #: 0: never.
     collapse_steps: NonNegativeInt = 10
     end_on_collapse: bool = False  # And end the run then.

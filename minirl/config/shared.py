@@ -6,7 +6,7 @@
 
 Settings of RL alone are in `rl.py`, those of SFT, reward models and DPO in `supervised.py`, of a
 trained model in `policy.py`. The
-comment behind a setting (or, starting with `#:`, above it) is what `--help` says about it. A type
+comment after a setting (or, starting with `#:`, above it) is what `--help` says about it. A type
 says which values a setting may have on its own; `validate.py` refuses what cannot work together,
 before anything is loaded or written.
 """
@@ -33,8 +33,7 @@ from minirl.config.bounds import (
     Share,
     TopK,
 )
-from minirl.config.lora import Quantization
-from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig, Quantization
 
 
 @dataclass(kw_only=True)
@@ -135,7 +134,7 @@ class RolloutConfig:
     """
 
     prompts_per_step: PositiveInt = 16  # Prompts of a step, over all ranks.
-    samples_per_prompt: PositiveInt = 8  # Answers to each prompt, whose rewards are compared.
+    samples_per_prompt: PositiveInt = 8  # Answers to each prompt; their rewards are compared.
     max_tokens: PositiveInt = 256  # Longest answer.
     temperature: Positive = 1.0  # Logits are divided by it, in the engine and in the trainer.
     #: Sample among the likeliest tokens that have this probability together. RL needs 1: all.
@@ -143,8 +142,8 @@ class RolloutConfig:
     top_k: TopK = -1  # Sample among so many of the likeliest tokens. RL needs -1: all.
     #: Sample among tokens with at least this share of the likeliest one's probability. RL needs 0.
     min_p: Share = 0.0
-    #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean
-    #: reward is not inside `keep_inside`. 0: off.
+    #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those with a mean
+    #: reward outside `keep_inside`. 0: off.
     extra_prompts: NonNegativeInt = 0
     keep_inside: tuple[Finite, Finite] = (0.0, 1.0)  # Open interval of mean rewards to train on.
     #: Curriculum: draw prompts by their past success. The floor is the least weight of a prompt, as
@@ -242,7 +241,7 @@ class RewardConfig:
     model: str = ""
     #: Weight of the reward model's score in the sum. `reward/model` in the metrics is the score.
     model_weight: Finite = 1.0
-    #: Threads that compute rewards beside generation; also the most answers in a request to an
+    #: Threads that compute rewards during generation; also the most answers in a request to an
     #: endpoint, and the most processes of a function that uses signals.
     threads: PositiveInt = 4
     #: Environment variable with the key that endpoints want, as a bearer token. Empty: no key.
@@ -309,10 +308,10 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LogConfig:
-    """Where metrics go beside metrics.jsonl and TensorBoard (METRICS.md says what they are)."""
+    """Where metrics go besides metrics.jsonl and TensorBoard (METRICS.md says what they are)."""
 
     wandb: str = ""  # Project of Weights & Biases; WANDB_MODE=offline keeps it here. Empty: off.
-    trackio: str = ""  # Project of trackio, whose database is on this machine. Empty: off.
+    trackio: str = ""  # Project of trackio, a database on this machine. Empty: off.
     run_name: str = ""  # Name of the run there. Empty: that of its folder.
     samples: NonNegativeInt = 3  # Answers to held-out prompts shown at each evaluation.
 
@@ -333,7 +332,7 @@ class ProgramConfig:
 class TrainingConfig(ProgramConfig):
     """The settings of every program that trains."""
 
-    #: Go on from the newest checkpoint in `output`, or from the beginning if there is none.
+    #: Continue from the newest checkpoint in `output`, or from the beginning if there is none.
     resume: bool = False
     num_steps: NonNegativeInt = 0
     """Steps of training."""
@@ -358,6 +357,11 @@ class SamplingConfig:
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def eval_extra_tokens(self) -> int:
+        """Return how many tokens an episode of evaluation may have more than one of training."""
+        return self.env.max_turns * max(0, self.eval.max_tokens - self.rollout.max_tokens)
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ class ChatsConfig(RowsConfig):
     messages_key: str = "messages"  # Column of a chat: messages with role and content.
     #: Column of what follows the prompt: a text or a list of messages. Else `output`.
     completion_key: str = "completion"
-    #: Column of a plain text, all of whose tokens are in the loss. No chat template is applied.
+    #: Column of a plain text; all its tokens are in the loss. No chat template is applied.
     text_key: str = "text"
     #: Which assistant turns of a chat are in the loss.
     train_on: Literal["all_turns", "last_turn"] = "all_turns"
@@ -59,8 +59,8 @@ class PairsConfig(RowsConfig):
     #: Column of how much better the chosen answer is (a number), for the reward model's sigmoid
     #: loss. Rows without it count as 0.
     margin_key: str = "margin"
-    #: Pairs with a longer sequence are dropped: a cut one would not be what was judged. Pairs whose
-    #: two answers are equal are dropped, too.
+    #: Pairs with a longer sequence are dropped: a cut one would not be what was judged. Pairs
+    #: of two equal answers are dropped, too.
     max_tokens: MaxTokens = 2048
 
 

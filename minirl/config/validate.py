@@ -8,11 +8,8 @@ only functions that change a config.
 import copy
 
 from minirl.base.errors import require
-from minirl.config.adapters import validate_lora
-from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
-from minirl.config.lengths import eval_extra_tokens, validate_length, validate_schedule
 from minirl.config.named import check_installed
-from minirl.config.policy import Dtype, ParallelConfig
+from minirl.config.policy import Dtype, LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, TrainingConfig
 from minirl.config.supervised import (
@@ -83,8 +80,6 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
     validate_length(cfg)
     _rollout(cfg)
-    _temperature(cfg)
-    _partial_rollouts(cfg)
     _reward(cfg)
     validate_algorithm(cfg)
     validate_critic(cfg)
@@ -327,7 +322,7 @@ def _reward(cfg: RLConfig) -> None:
         _budget(
             cfg,
             "engine.max_model_len + 1, for the end that reward.model reads,",
-            cfg.engine.max_model_len + eval_extra_tokens(cfg) + 1,
+            cfg.engine.max_model_len + cfg.eval_extra_tokens + 1,
         )
 
     overlong = cfg.reward.overlong_tokens
@@ -365,6 +360,12 @@ def _rollout(cfg: RLConfig) -> None:
         "top_k -1, min_p 0.0",
     )
 
+    require(
+        rollout.temperature >= COLDEST,
+        f"rollout.temperature = {rollout.temperature}: vLLM samples at {COLDEST} instead of less, "
+        f"and the trainer would not know; use {COLDEST} or more",
+    )
+
     low, high = rollout.keep_inside
     require(
         low < high,
@@ -375,7 +376,7 @@ def _rollout(cfg: RLConfig) -> None:
     extra = rollout.extra_prompts
     require(
         not extra or rollout.samples_per_prompt > 1,
-        f"rollout.extra_prompts = {extra} replaces prompts whose answers earn the same, and "
+        f"rollout.extra_prompts = {extra} replaces prompts if their answers earn the same, and "
         "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0",
     )
 
@@ -393,6 +394,15 @@ def _rollout(cfg: RLConfig) -> None:
         f"and replay = {rollout.replay!r} do not allow; unset one or the other",
     )
 
+    most_ahead = rollout.prompts_per_step * rollout.max_staleness
+    require(
+        rollout.ahead <= most_ahead,
+        f"rollout.ahead = {rollout.ahead} is more than prompts_per_step = "
+        f"{rollout.prompts_per_step} times max_staleness = {rollout.max_staleness}, so that some "
+        f"groups could not be trained on in time; lower it to {most_ahead} or less, or raise "
+        "max_staleness",
+    )
+
     by_engine = (cfg.sft.num_steps, rollout.ahead, rollout.dump)
     by_evaluation = (cfg.checkpoint.best_metric, cfg.stop_at)
     require(
@@ -402,21 +412,268 @@ def _rollout(cfg: RLConfig) -> None:
     )
 
 
-def _temperature(cfg: RLConfig) -> None:
+# ----------------------------------------------------------------------------- algo, critic and ref
+
+
+def validate_algorithm(cfg: RLConfig) -> None:
+    """Refuse what cannot work in the section `algo`. Raises UserError."""
+    algo = cfg.algo
     require(
-        cfg.rollout.temperature >= COLDEST,
-        f"rollout.temperature = {cfg.rollout.temperature}: vLLM samples at {COLDEST} instead of "
-        f"less, and the trainer would not know; use {COLDEST} or more",
+        algo.dual_clip == 0 or algo.dual_clip > 1,
+        f"algo.dual_clip = {algo.dual_clip} must be 0 (off) or above 1",
+    )
+
+    require(
+        algo.loss != "cispo" or not algo.dual_clip,
+        f"algo.dual_clip = {algo.dual_clip} bounds what algo.loss = cispo bounds already; set it "
+        "to 0",
+    )
+
+    require(
+        algo.kl_in == "loss" or algo.kl_estimator != "unbiased",
+        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1 (or "
+        "auto)",
+    )
+
+    require(
+        not algo.whiten_tokens or algo.advantage == "reinforce_pp_baseline",
+        f"algo.whiten_tokens belongs to algo.advantage = reinforce_pp_baseline, not "
+        f"{algo.advantage}; unset it",
     )
 
 
-def _partial_rollouts(cfg: RLConfig) -> None:
-    rollout = cfg.rollout
-    most_ahead = rollout.prompts_per_step * rollout.max_staleness
+def validate_critic(cfg: RLConfig) -> None:
+    """Refuse what cannot work in the section `critic`. Raises UserError."""
+    critic = cfg.critic
     require(
-        rollout.ahead <= most_ahead,
-        f"rollout.ahead = {rollout.ahead} is more than prompts_per_step = "
-        f"{rollout.prompts_per_step} times max_staleness = {rollout.max_staleness}, so that some "
-        f"groups could not be trained on in time; lower it to {most_ahead} or less, or raise "
-        "max_staleness",
+        cfg.algo.advantage == "gae" or not critic.model,
+        f"critic.model = {critic.model} has no effect while algo.advantage = "
+        f"{cfg.algo.advantage}; set algo.advantage gae",
+    )
+
+    require(
+        critic.model != "scratch",
+        "critic.model = scratch: leave it empty, and the critic starts as the policy does",
+    )
+
+    if not cfg.num_epochs:  # or else it depends on the number of rows
+        validate_warmup(cfg, cfg.num_steps)
+    validate_schedule(critic, "critic")
+    validate_lora(critic, "critic", cfg.parallel.tensor)
+    validate_shared_base(cfg)
+
+    require(
+        critic.ema_decay == 0,
+        f"critic.ema_decay = {critic.ema_decay}: the critic is not exported, so its average would "
+        "be lost; set it to 0",
+    )
+
+
+def validate_reference(cfg: RLConfig) -> None:
+    """Refuse a penalty for the distance to a reference that is not there. Raises UserError."""
+    algo = cfg.algo
+    ref = cfg.ref
+    distills = algo.advantage == "on_policy_distill"
+
+    require(
+        not distills or ref.model,
+        "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model",
+    )
+
+    require(
+        not distills or algo.kl_in == "loss" or not algo.kl_coef,
+        "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or "
+        "algo.kl_coef 0",
+    )
+
+    for is_set, setting in (
+        (algo.kl_target, f"algo.kl_target = {algo.kl_target}"),
+        (ref.every, f"ref.every = {ref.every}"),
+        (ref.model and not distills, f"ref.model = {ref.model}"),
+        (algo.kl_in == "reward", "algo.kl_in = reward"),
+    ):
+        require(
+            not is_set or algo.kl_coef > 0,
+            f"{setting} has no effect while algo.kl_coef = {algo.kl_coef}: no KL is computed and "
+            "no reference is loaded; set algo.kl_coef above 0",
+        )
+
+    rank = cfg.policy.lora.rank
+    require(
+        not (ref.every and rank),
+        f"ref.every = {ref.every} would make the adapted policy the reference, and with "
+        f"policy.lora.rank = {rank} that is the policy without its adapters; leave ref.every at 0",
+    )
+
+    require(
+        not (ref.every and ref.model),
+        f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of "
+        "them",
+    )
+
+    require(
+        not ref.reset_optimizer or ref.every,
+        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is replaced; "
+        "set ref.every",
+    )
+
+    require(
+        not ref.reset_optimizer or not cfg.policy.ema_decay,
+        f"ref.reset_optimizer would forget the moving average of policy.ema_decay = "
+        f"{cfg.policy.ema_decay} too; set one of them",
+    )
+
+
+# ----------------------------------------------------------------------------------------- adapters
+
+
+def validate_lora(cfg: PolicyConfig, section: str, num_tensor: int) -> None:
+    """Refuse what cannot work with adapters.
+
+    Args:
+        cfg: the settings of a model.
+        section: that they are, such as policy.
+        num_tensor: `parallel.tensor`.
+
+    Raises:
+        UserError: adapters are asked for with a setting that has no meaning with them, or
+            settings of adapters are given without a rank.
+    """
+    lora = cfg.lora
+    if not lora.rank:
+        changed = [name for name, value in vars(LoraConfig()).items() if value != vars(lora)[name]]
+        require(
+            not changed,
+            f"{section}.lora.{(changed or [''])[0]} is set, but {section}.lora.rank is 0, so that "
+            f"there are no adapters; set {section}.lora.rank (32 is usual)",
+        )
+        return
+
+    require(
+        cfg.model != "scratch",
+        f"{section}.model = scratch makes random weights, and {section}.lora.rank = {lora.rank} "
+        f"would leave them as they are; train such a model whole first ({section}.lora.rank 0), "
+        "and then adapters of what it has become",
+    )
+
+    require(
+        not cfg.freeze,
+        f"{section}.freeze = {cfg.freeze}: with {section}.lora.rank = {lora.rank} all weights are "
+        f"frozen already; leave {section}.freeze empty, and say by {section}.lora.targets what is "
+        "adapted",
+    )
+
+    require(
+        not cfg.router.bias_update_rate,
+        f"{section}.router.bias_update_rate = {cfg.router.bias_update_rate} moves weights of the "
+        f"base, which {section}.lora.rank = {lora.rank} leaves as it is; set one of them to 0",
+    )
+
+    require(
+        lora.targets,
+        f"{section}.lora.targets is empty, so that nothing would get an adapter; leave it out for "
+        "all linear layers",
+    )
+
+    require(
+        lora.quantization == "none" or num_tensor == 1,
+        f"{section}.lora.quantization = {lora.quantization} and parallel.tensor = {num_tensor}: "
+        "matrices in four bits are sharded over the ranks as bytes, and not split for tensor "
+        "parallelism; set parallel.tensor 1, or the quantization none",
+    )
+
+    require(
+        lora.quantization == "none" or not cfg.cpu_offload,
+        f"{section}.lora.quantization = {lora.quantization} and {section}.cpu_offload both save "
+        "the memory of the base; set one of them",
+    )
+
+
+def validate_shared_base(cfg: RLConfig) -> None:
+    """Refuse a critic on a base that is not the policy's, or is trained. Raises UserError."""
+    policy = cfg.policy
+    critic = cfg.critic
+    if not critic.share_base:
+        return
+
+    for section, rank in (("policy", policy.lora.rank), ("critic", critic.lora.rank)):
+        require(
+            rank,
+            f"critic.share_base needs a base that nobody trains, but {section}.lora.rank = 0 "
+            f"trains all weights; set {section}.lora.rank (32 is usual), or unset "
+            "critic.share_base",
+        )
+
+    require(
+        not critic.model,
+        f"critic.model = {critic.model} is a base of its own, and critic.share_base takes the "
+        "policy's; set one of them",
+    )
+
+    for name, of_policy, of_critic in (
+        ("dtype", policy.dtype, critic.dtype),
+        ("cpu_offload", policy.cpu_offload, critic.cpu_offload),
+        ("lora.quantization", policy.lora.quantization, critic.lora.quantization),
+    ):
+        require(
+            of_policy == of_critic,
+            f"critic.share_base: policy.{name} = {of_policy} and critic.{name} = {of_critic} are "
+            "of the same base; set both alike",
+        )
+
+
+# ------------------------------------------------------------------------------------------ lengths
+
+
+def validate_schedule(cfg: PolicyConfig, section: str) -> None:
+    """Refuse a schedule of the learning rate that is given twice, or has parts that overlap."""
+    steps = cfg.lr_warmup_steps
+    ratio = cfg.lr_warmup_ratio
+    require(
+        not (steps and ratio),
+        f"{section}.lr_warmup_steps = {steps} and {section}.lr_warmup_ratio = {ratio} both say how "
+        "long the warm-up is; set one of them to 0",
+    )
+
+    decay = cfg.lr_decay_ratio
+    require(
+        cfg.lr_schedule != "wsd" or ratio + decay <= 1,
+        f"{section}.lr_warmup_ratio = {ratio} and {section}.lr_decay_ratio = {decay} are more than "
+        "all steps together; lower one of them",
+    )
+
+
+def validate_length(cfg: RLConfig) -> None:
+    """Refuse a run with two lengths, or in passes over prompts that it does not draw."""
+    default = RLConfig().num_steps
+    require(
+        not cfg.num_epochs or cfg.num_steps in (0, default),
+        f"num_steps = {cfg.num_steps} and num_epochs = {cfg.num_epochs} both say when the run "
+        "ends; set one of them to 0",
+    )
+
+    require(
+        not (cfg.num_epochs and cfg.rollout.replay),
+        f"num_epochs = {cfg.num_epochs} is passes over prompts, and rollout.replay = "
+        f"{cfg.rollout.replay} draws none; set num_steps instead",
+    )
+
+
+def validate_warmup(cfg: RLConfig, num_steps: int) -> None:
+    """Refuse a warm-up of the critic that leaves the policy no step.
+
+    Args:
+        cfg: the settings.
+        num_steps: of the run.
+
+    Raises:
+        UserError: the warm-up is as long as the run.
+    """
+    warmup_steps = cfg.critic.warmup_steps
+    length = f"num_steps = {num_steps}"
+    if cfg.num_epochs:
+        length = f"the {num_steps} steps of num_epochs = {cfg.num_epochs}"
+    require(
+        warmup_steps < max(1, num_steps),
+        f"critic.warmup_steps = {warmup_steps} leaves the policy none of {length}; lower it",
     )

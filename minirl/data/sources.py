@@ -25,7 +25,6 @@ import difflib
 import fcntl
 import hashlib
 import io
-import json
 import math
 import os
 import shutil
@@ -42,6 +41,7 @@ import numpy as np
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_file, library_reads, parse_json
 from minirl.config.named import GYM, check_source
+from minirl.config.values import read_word
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 
@@ -373,20 +373,9 @@ def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"{label}: reasoning-gym has no {name!r}{hint}")
     try:
-        values = {key: option(value) for key, value in options.items()}
+        values = {key: read_word(value) for key, value in options.items()}
         entries = create_dataset(name, **({"size": 1000, "seed": 1} | values))
         return [entry | {"prompt": entry["question"]} for entry in entries]
     # What generators raise for options that do not go together.
     except (TypeError, ValueError, AssertionError, ArithmeticError, LookupError) as error:
         raise UserError(f"{label}: {type(error).__name__}: {error}; correct its options") from error
-
-
-def option(value: str) -> Any:
-    """Return the value of an option: a number, a list, true, false, or else a text.
-
-    A generator that takes no text raises an error itself.
-    """
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value

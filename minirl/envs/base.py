@@ -84,7 +84,7 @@ class PolicyInfo:
 class Env:
     """One episode."""
 
-    graded = False  # Whether the reward functions score the last answer, beside what `step` gives.
+    graded = False  # Whether the reward functions also score the last answer.
     needs_policy = False  # Whether `policy` is set before `reset`.
     policy: PolicyInfo
     needs_prompt = False  # Whether `reset` shows the row's prompt, so that every row must have one.
@@ -102,6 +102,21 @@ class Env:
 
     async def close(self) -> None:
         """Release what the episode holds, after its end or if it was made only as a check."""
+
+
+class SingleTurn(Env):
+    """One answer to the row's prompt, which the reward functions score."""
+
+    graded = True
+    needs_prompt = True
+
+    async def reset(self, row: dict) -> Observation:
+        """Return the row's prompt. Not in a thread, which would cost more than it does."""
+        return row["prompt"]
+
+    async def step(self, state: State) -> Result:
+        """End the episode."""
+        return Result(done=True)
 
 
 @dataclass(frozen=True, kw_only=True)

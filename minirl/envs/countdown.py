@@ -1,6 +1,6 @@
 """Make a target of some numbers, each used once, by + - * /.
 
-A wrong answer is told what is wrong with it, and can be corrected in the next turn.
+The reply to a wrong answer says what is wrong, and the next turn can correct it.
 
     --env.name countdown --env.max-turns 2
     --data.train reasoning_gym:countdown?min_numbers=3&max_numbers=3

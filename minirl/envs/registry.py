@@ -4,22 +4,21 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
-from urllib.parse import parse_qsl
 
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
-from minirl.data.sources import option
+from minirl.config.values import read_options
 from minirl.envs.base import Env
 
 # Shipped environments, imported when they are asked for.
 ENVS = {
-    "single_turn": "minirl.envs.single_turn:SingleTurn",
+    "single_turn": "minirl.envs.base:SingleTurn",
     "guess": "minirl.envs.guess:Guess",
     "countdown": "minirl.envs.countdown:Countdown",
     "tools": "minirl.envs.tools:Tools",
-    "openrlhf": "minirl.envs.openrlhf:agent",
-    "verifiers": "minirl.envs.verifiers:Verifiers",
-    "openenv": "minirl.envs.openenv:OpenEnv",
+    "openrlhf": "minirl.envs.adapters.openrlhf:agent",
+    "verifiers": "minirl.envs.adapters.verifiers:Verifiers",
+    "openenv": "minirl.envs.adapters.openenv:OpenEnv",
 }
 
 
@@ -38,8 +37,7 @@ def make_env(name: str) -> Callable[[], Env]:
     place, _, query = name.partition("?")
     shipped, _, argument = place.partition(":")
     try:
-        pairs = parse_qsl(query, strict_parsing=bool(query))
-        options = {key: option(value) for key, value in pairs}
+        options = read_options(query)
         if shipped in ENVS:
             arguments = [argument] if argument else []
             make = partial(resolve_name(ENVS[shipped]), *arguments, **options)

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from minirl.base.errors import UserError
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import section_of
 from minirl.model import build, loading
 from minirl.model.adapters import lora, nf4

@@ -11,8 +11,7 @@ from typing import Any
 
 from minirl.base.errors import UserError
 from minirl.base.reading import library_reads
-from minirl.config.lora import LoraConfig
-from minirl.config.policy import Checkpointing, PolicyConfig
+from minirl.config.policy import Checkpointing, LoraConfig, PolicyConfig
 from minirl.data import vision
 from minirl.model import families
 from minirl.plan import formulas, memory

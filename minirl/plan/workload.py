@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from minirl.algo import advantages
-from minirl.config.lengths import eval_extra_tokens
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
@@ -113,7 +112,7 @@ def rl_workload(
     of_update = math.ceil(num_sequences / algo.updates_per_step)
     engine = None
     if not cfg.rollout.replay:
-        max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
+        max_model_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
         engine = dataclasses.replace(cfg.engine, max_model_len=max_model_len)
     return Workload(
         cfg=cfg,

@@ -23,7 +23,7 @@ class TrainerState:
 
 @dataclass(kw_only=True)
 class RewardCall:
-    """What belongs to one call of a reward function beside prompt, completion and row."""
+    """What a reward function may read and log, besides prompt, completion and row."""
 
     tokens: list[int] = field(default_factory=list)  # Of the completion, the one that ends it too.
     #: What was said since the prompt, the completion last, with calls of tools and their replies.
@@ -31,7 +31,7 @@ class RewardCall:
     messages: list[dict] = field(default_factory=list)
     state: TrainerState = field(default_factory=TrainerState)
     metrics: dict[str, list[float]] = field(default_factory=dict)  # Logged by the function.
-    columns: dict[str, object] = field(default_factory=dict)  # Logged beside the completion.
+    columns: dict[str, object] = field(default_factory=dict)  # Logged with the completion.
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number for the metrics of the step."""

@@ -2,7 +2,7 @@
 
 What would end the run after its first rollout, minutes later, ends it here. Only what cannot be the
 completion's fault does: a function that cannot be called, uses a name or a module that is not
-there, or returns anything but a number. Another error is said in a line, and the run goes on: the
+there, or returns anything but a number. Another error is only shown, and the run continues: the
 function may be right to refuse a text that no policy would write.
 
 A function that uses signals is called in processes of its own from then on (workers.py).
@@ -22,9 +22,8 @@ from minirl.data.prompts import Prompts
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards import Answer, RewardCall, TrainerState
-from minirl.rewards.functions import REWARDS, Rewards
+from minirl.rewards.functions import REWARDS, Rewards, is_mistake, needs_main_thread
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.mistakes import is_mistake, needs_main_thread
 from minirl.rewards.workers import ProcessReward
 
 

@@ -17,14 +17,16 @@ import copy
 import math
 import numbers
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
+import minirl
 from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
 from minirl.base.oversight import Oversight
@@ -39,17 +41,23 @@ from minirl.rewards import (
     TrainerState,
     graders,
 )
-from minirl.rewards.by_name import foreign_prefix
+from minirl.rewards.adapters import foreign_prefix
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.mistakes import CURE, needs_main_thread
 from minirl.sandbox import runner
 
-# What makes a reward function of the text behind a prefix; imported when it is needed.
+# What makes a reward function of the text after a prefix; imported when it is needed.
 ADAPTERS = {
-    "openrlhf": "minirl.envs.openrlhf:reward",
-    "trl": "minirl.rewards.trl:reward",
-    "verl": "minirl.rewards.verl:reward",
+    "openrlhf": "minirl.envs.adapters.openrlhf:reward",
+    "trl": "minirl.rewards.adapters:trl_reward",
+    "verl": "minirl.rewards.adapters:verl_reward",
 }
+
+PACKAGE = str(Path(minirl.__file__).parent)
+CURE = (
+    "rewards run in threads, and Python handles signals in the main thread only: do without them, "
+    "as math-verify does with parse(..., parsing_timeout=None) and verify(..., "
+    "timeout_seconds=None)"
+)
 
 FENCE_FLAGS = re.DOTALL | re.IGNORECASE
 
@@ -182,9 +190,19 @@ class Rewards:
         self, function: RewardFunction | AdaptedReward, name: str, answers: Sequence[Answer]
     ) -> list[float | None]:
         """Return what `grade` does; a call that takes too long ends the run."""
-        seconds = math.inf if _has_own_limit(function, name) else self.seconds * len(answers)
-        too_slow = partial(_describe_too_slow, name, seconds, answers)
-        with self.watch.limit(seconds, too_slow):
+        # Endpoints, graders and the sandbox end a call in time by themselves.
+        has_limit = isinstance(function, RemoteReward) or name in (*graders.GRADERS, "python_tests")
+        seconds = math.inf if has_limit else self.seconds * len(answers)
+
+        def describe_too_slow() -> str:
+            times = f" times {len(answers)} completions" if len(answers) > 1 else ""
+            return (
+                f"reward.function = {name} took longer than reward.timeout_seconds = "
+                f"{self.seconds:g}{times} for {_inputs(answers)}; make it faster, or raise "
+                "reward.timeout_seconds"
+            )
+
+        with self.watch.limit(seconds, describe_too_slow):
             values = grade(function, name, answers)
         if closed := restore_streams():
             say(f"reward.function = {name} has closed {closed}, which is open again")
@@ -226,23 +244,9 @@ def to_plain(value: object) -> object:
     return str(value)
 
 
-def _has_own_limit(function: RewardFunction | AdaptedReward, name: str) -> bool:
-    """Whether a call ends in time by itself: an endpoint's, a grader's, or that of a sandbox."""
-    return isinstance(function, RemoteReward) or name in graders.GRADERS or name == "python_tests"
-
-
 def is_together(function: RewardFunction | AdaptedReward) -> bool:
     """Whether a function is called for all completions of a prompt at once."""
     return isinstance(function, AdaptedReward) and function.together
-
-
-def _describe_too_slow(name: str, seconds: float, answers: Sequence[Answer]) -> str:
-    times = f" times {len(answers)} completions" if len(answers) > 1 else ""
-    return (
-        f"reward.function = {name} took longer than reward.timeout_seconds = "
-        f"{seconds / len(answers):g}{times} for {_inputs(answers)}; mend it, or raise "
-        "reward.timeout_seconds"
-    )
 
 
 def _inputs(answers: Sequence[Answer]) -> str:
@@ -299,6 +303,42 @@ def grade(
     )
     # A stopped grade says why it is 0.
     return [v if v is None or isinstance(v, graders.StoppedGrade) else float(v) for v in values]
+
+
+def needs_main_thread(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it comes from, says that a thread handles no signals."""
+    while error is not None:
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class RaisedThereError(Exception):
+    """What a function has raised in a worker.
+
+    Args:
+        is_mistake: as the function of this name says.
+    """
+
+    def __init__(self, is_mistake: bool):
+        super().__init__()
+        self.is_mistake = is_mistake
+
+
+def is_mistake(error: BaseException | None) -> bool:
+    """Return whether an error is of a reward function itself, whatever the completion was.
+
+    Args:
+        error: what it raised; None: it returned what is no number.
+    """
+    if isinstance(error, RaisedThereError):
+        return error.is_mistake
+    if error is None or type(error) in (NameError, ImportError, ModuleNotFoundError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    has_entered = any(not frame.filename.startswith(PACKAGE) for frame in frames)
+    return needs_main_thread(error) or not has_entered
 
 
 def _is_finite(value: Any) -> bool:

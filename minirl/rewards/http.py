@@ -26,7 +26,7 @@ from minirl.base.reading import key_of_environment
 from minirl.config.shared import RewardConfig
 from minirl.rewards import RowPrompt
 
-# What an endpoint may answer, in bytes: beside the rewards it may send what is ignored here.
+# What an endpoint may answer, in bytes: besides the rewards it may send what is ignored here.
 MAX_BYTES = 2**20
 MAX_BYTES_OF_QUERY = 100
 
@@ -57,7 +57,7 @@ class RemoteReward:
         headers = {"Accept-Encoding": "identity"}  # A few numbers need no compression.
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        # `_post` keeps the time; this ends what it has left behind.
+        # `_post` keeps the time; this ends what it has abandoned.
         self.client = httpx.Client(timeout=2 * cfg.timeout_seconds, headers=headers)
         self.urls = itertools.cycle(urls)
         self.pool = ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint")
@@ -128,7 +128,7 @@ class RemoteReward:
         """Send a request, and return status and content of the response if it is whole in time.
 
         httpx limits the time between two bytes, and a server may send them slowly for ever. So the
-        request has a thread, which is left behind if it is late.
+        request has a thread, which is abandoned if it is late.
 
         Args:
             url: of the endpoint.

@@ -1,9 +1,9 @@
 """Reward functions that use signals, in processes of their own.
 
-Python lets only the main thread of a process handle signals, and rewards run in threads beside
-generation. A function with a time limit by `signal.alarm`, as math-verify's `parse` has one,
-therefore runs in workers: a process imports it once and forks them, and each calls it in its main
-thread for one completion after the other. They end with the rank.
+Python lets only the main thread of a process handle signals, and rewards run in other threads. A
+function with a time limit by `signal.alarm`, as math-verify's `parse` has one, therefore runs in
+workers: a process imports it once and forks them, and each calls it in its main thread for one
+completion after the other. They end with the rank.
 """
 
 import json
@@ -20,8 +20,7 @@ import minirl
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
-from minirl.rewards.functions import find_reward, grade, to_plain
-from minirl.rewards.mistakes import RaisedThereError, is_mistake
+from minirl.rewards.functions import RaisedThereError, find_reward, grade, is_mistake, to_plain
 from minirl.sandbox.inside import frames
 from minirl.sandbox.inside.kernel import end_with_parent
 

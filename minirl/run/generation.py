@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 
-from minirl.config.lengths import eval_extra_tokens
 from minirl.config.rl import RLConfig
 from minirl.data.vision import sampling_stops
 from minirl.endpoint import open_endpoint
@@ -34,7 +33,7 @@ class Generation:
         # vLLM demands that its share of the device is free when it starts. So the policy sleeps
         # meanwhile, and wakes when the engine is asleep.
         policy.sleeper.sleep()
-        max_model_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
+        max_model_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
         self.engine = RolloutEngine(
             dataclasses.replace(cfg.engine, max_model_len=max_model_len),
             inputs.folders["policy"],

@@ -27,12 +27,11 @@ from minirl.base.oversight import Oversight
 from minirl.base.reading import is_file
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.finding import finished
-from minirl.config.lengths import eval_extra_tokens, validate_warmup
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import SupervisedConfig
-from minirl.config.validate import resolve_lengths, validate_rl
+from minirl.config.validate import resolve_lengths, validate_rl, validate_warmup
 from minirl.data import chat
 from minirl.data.formats import open_prompts
 from minirl.data.messages import has_calls
@@ -122,7 +121,7 @@ class Inputs:
                 self.rewards.check_supported()
 
             # 3. Models.
-            max_len = cfg.engine.max_model_len + eval_extra_tokens(cfg)
+            max_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
             files = find_model(cfg, max_len, mesh.watch, engine_on=mesh.device.type)
             self.folders = find_rl_models(cfg, files)
         check_same_models(cfg, self.folders, mesh)
@@ -378,7 +377,7 @@ def find_model(
         families.check_supported(
             config, where, engine.tensor_parallel_size, engine.max_model_len, device
         )
-        longest = engine.max_model_len + eval_extra_tokens(cfg)
+        longest = engine.max_model_len + cfg.eval_extra_tokens
         families.check_positions(config, where, "engine.max_model_len", longest)
     else:
         families.check_supported(config, where)

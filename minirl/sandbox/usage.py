@@ -23,7 +23,7 @@ class OverLimitError(Exception):
 def check_usage(folder: str, pid: int, max_bytes: int) -> None:
     """Raise OverLimitError if a program has too many bytes or names in files, or threads.
 
-    The program goes on meanwhile: whatever is gone when it is looked at, counts as nothing.
+    The program continues meanwhile: whatever is gone when it is looked at counts as nothing.
 
     Args:
         folder: all named files of the program are in it.
@@ -46,7 +46,12 @@ def check_usage(folder: str, pid: int, max_bytes: int) -> None:
             total += _bytes_of(status)
             if total > max_bytes or num_names > MAX_NAMES or len(entry.path) > MAX_PATH:
                 raise OverLimitError("disk")
-    if _num_threads(pid) > MAX_THREADS:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return  # The program has ended.
+    # The name, in parentheses, may contain anything; the threads are the 18th field after it.
+    if int(text.rpartition(")")[2].split()[17]) > MAX_THREADS:
         raise OverLimitError("killed")
 
 
@@ -109,15 +114,6 @@ def _mapped_inodes(folder: str, pid: int) -> set[int]:
         if len(fields) == 6 and fields[5].startswith(inside) and fields[5].endswith(b" (deleted)"):
             inodes.add(int(fields[4]))
     return inodes
-
-
-def _num_threads(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    # The name, in parentheses, may have anything in it; the threads are the 18th field behind it.
-    return int(text.rpartition(")")[2].split()[17])
 
 
 def remove_folder(root: str, name: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from minirl.base.errors import UserError
-from minirl.config.lengths import eval_extra_tokens
 from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import Sampling
@@ -124,7 +123,7 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
 
 def eval_sampling(cfg: SamplingConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
     """Return how an evaluation samples: as `eval` says, else as `rollout` says."""
-    extra = eval_extra_tokens(cfg)
+    extra = cfg.eval_extra_tokens
     return Sampling(
         max_tokens=cfg.eval.max_tokens or cfg.rollout.max_tokens,
         stop_token_ids=stop_token_ids,

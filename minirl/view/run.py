@@ -17,7 +17,7 @@ from minirl.checkpoint.changes import head_of
 from minirl.config.parse import flatten
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
-from minirl.config.yaml_text import parse_yaml, to_yaml
+from minirl.config.values import parse_yaml, to_yaml
 from minirl.view.table import FLAGS, SORTS, Query, Table
 from minirl.view.trajectories import Reader
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from minirl.base.errors import UserError, require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
-from minirl.config.lora import LoraConfig
+from minirl.config.policy import LoraConfig
 from minirl.model.adapters import lora
 from minirl.model.adapters.lora import FUSED, is_adapter, weight_of
 from minirl.parallel.fsdp import local, local_region

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from minirl.base.errors import UserError, require
-from minirl.config.lora import LoraConfig
+from minirl.config.policy import LoraConfig
 from minirl.model.adapters import nf4
 from minirl.model.adapters.merge import merge, product
 from minirl.model.adapters.nf4 import Packed

@@ -46,7 +46,7 @@ READ_AS_PYTHON = (
     "reasoning_gym.algorithmic.string_insertion",
     "reasoning_gym.games.n_queens",
 )
-# What an expression may be made of, beside numbers and names that mean nothing to sympy.
+# What an expression may be made of, besides numbers and names that mean nothing to sympy.
 FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc")
     + ("sinh", "cosh", "tanh", "coth", "sech", "csch", "asinh", "acosh", "atanh")

@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -134,6 +135,7 @@ def start_tests(verdict_descriptor: int, rights: Confinement) -> socket.socket:
         verdict_descriptor: connection to the runner, which this process does not keep.
         rights: what the tests' process keeps; it does not outlive this one.
     """
+    sys.set_int_max_str_digits(0)  # Numbers travel as texts, whatever their size.
     program_end, tests_end = socket.socketpair()
     verdict = socket.socket(fileno=verdict_descriptor)
     program = os.getpid()
@@ -374,7 +376,10 @@ def _refuse(value: object) -> object:
 
 
 def _exchange(program: TextIO, request: dict[str, object]) -> dict[str, Any]:
-    """Send a request and return the reply. Raises the error that it reports."""
+    """Send a request and return the reply. Raises the error that it reports.
+
+    StopIteration is raised as an Exception: it would end a loop of the tests as if all had passed.
+    """
     program.write(json.dumps(request) + "\n")
     program.flush()
     line = program.readline()
@@ -383,7 +388,7 @@ def _exchange(program: TextIO, request: dict[str, object]) -> dict[str, Any]:
     reply = json.loads(line)
     if "raised" in reply:
         for name in reply["raised"]:
-            known = vars(builtins).get(name)
+            known = None if name == "StopIteration" else vars(builtins).get(name)
             if isinstance(known, type) and issubclass(known, BaseException):
                 raise known(*decode(reply["arguments"]))
     return reply

@@ -1,11 +1,16 @@
-"""YAML to nested values and back, as settings are written in it."""
+"""How values are written: in YAML files, as words of flags, and in `NAME?option=value`."""
 
+import json
 import re
 from typing import Any
+from urllib.parse import parse_qsl
 
 import yaml
 
 from minirl.base.errors import UserError
+
+# The words for true and false, of YAML and of flags.
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 class _Loader(yaml.SafeLoader):
@@ -16,7 +21,7 @@ class _Loader(yaml.SafeLoader):
 
     # The library's types say that an anchor is a dict; it is a name.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the mapping that begins here, whose keys differ."""
+        """Return the mapping that begins here, if its keys differ."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -78,3 +83,24 @@ def parse_yaml(text: str, where: str) -> Any:
 def to_yaml(values: dict) -> str:
     """Return a YAML text that `parse_yaml` reads back equal."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+def read_word(word: str) -> Any:
+    """Return what a word stands for: a boolean, JSON (a number, a list, ...), or itself."""
+    if word.lower() in BOOLEANS:
+        return BOOLEANS[word.lower()]
+    try:
+        return json.loads(word)
+    except (ValueError, RecursionError):
+        return word
+
+
+def write_word(value: Any) -> str:
+    """Return a word that `read_word` reads back equal."""
+    is_plain_text = isinstance(value, str) and read_word(value) == value
+    return value if is_plain_text else json.dumps(value, ensure_ascii=False)
+
+
+def read_options(query: str) -> dict[str, Any]:
+    """Return the values of `name=value&name=value`. Raises ValueError if it is not of this form."""
+    return {name: read_word(word) for name, word in parse_qsl(query, strict_parsing=bool(query))}

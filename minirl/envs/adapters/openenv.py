@@ -1,4 +1,4 @@
-"""Environments of OpenEnv (github.com/meta-pytorch/OpenEnv) behind a server.
+"""Environments of OpenEnv (github.com/meta-pytorch/OpenEnv) on a server.
 
     --env.name openenv:http://127.0.0.1:8000?action=message&observation=echoed_message
     --env.max-turns 4
@@ -93,7 +93,7 @@ class OpenEnv(Env):
                 blocks = re.findall(r"```(?:json)?\n(.*?)```", state.answer, flags=re.DOTALL)
                 action = json.loads(blocks[-1] if blocks else state.answer)
             reply = self._request("step", action)
-        except ValueError as error:  # a mistake of the policy, which is told about it
+        except ValueError as error:  # a mistake of the policy, which gets it as a reply
             return Result(observation=f"That is not an action: {error}")
         return Result(
             observation=self._text_of(reply),
