@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minirl import checkpoint
 from minirl.algo import advantages, losses, shaping
 from minirl.algo.correction import MismatchWatch
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
+from minirl.checkpoint import finding
 from minirl.config.rl import RLConfig
 from minirl.data.order import Curriculum
 from minirl.parallel.mesh import Mesh
@@ -419,7 +419,7 @@ class Trainer(BaseTrainer):
         if not self.cfg.algo.kl_coef and "reference" not in self.inputs.folders:
             return
         self.run.wait_for_export()  # it may be the result of the warm start
-        for n, refreshed in checkpoint.finished(self.run.output, "references").items():
+        for n, refreshed in finding.finished(self.run.output, "references").items():
             if n <= step:
                 folder = refreshed  # the newest one comes last
         self.ref = self.make_reference(folder)
@@ -436,7 +436,7 @@ class Trainer(BaseTrainer):
         if self.mesh.rank == 0:
             # The first checkpoint may still be under way, and need the first reference.
             no_checkpoint = 0 if self.cfg.checkpoint.every else step
-            checkpoint.drop_references(self.run.output, no_checkpoint)
+            finding.drop_references(self.run.output, no_checkpoint)
         self.mesh.barrier()
         self.load_reference(step)
 

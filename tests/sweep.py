@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 import test_families
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint
+from minirl.checkpoint import exporting
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import plans
 from minirl.model.families import FAMILIES, REFUSED, ExpertNames, Family, Fused
@@ -138,7 +138,7 @@ def try_family(mesh: Any, family: str, folder: Path, sequence: bool, fused: Fuse
     if sequence:
         policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, sequence_parallel=True)
         out = folder.with_name(f"{family} exported")
-        checkpoint.export(policy, out)
+        exporting.export(policy, out)
         if mesh.rank == 0:
             test_families.assert_same_files(folder, out)
     return None

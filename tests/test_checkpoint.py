@@ -19,13 +19,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
+from minirl.checkpoint import exporting, finding
 from minirl.checkpoint import state as state_module
 from minirl.checkpoint.commands import choose, export_checkpoint
-from minirl.checkpoint.state import find_best, state_dict_of
+from minirl.checkpoint.state import Saver, find_best, load_checkpoint, restore, state_dict_of
 from minirl.config.parse import save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -67,14 +67,14 @@ def save(mesh, folder, run, sequence, background):
     policy = make(mesh, folder, sequence)
     for _ in range(2):
         update(policy, mesh)
-    saver = checkpoint.Saver(run, CheckpointConfig(background=background), policy)
+    saver = Saver(run, CheckpointConfig(background=background), policy)
     begin, write = threading.Event(), dcp.FileSystemWriter.write_data
     if background:
         dcp.FileSystemWriter.write_data = lambda *args: begin.wait() and write(*args)
     saver.save(2, {"note": 7})
-    assert (checkpoint.find(run) is None) == background
+    assert (finding.find(run) is None) == background
     state, num_updates = whole(state_dict_of(policy)), policy.num_updates
-    checkpoint.export(policy, run / "exported", max_file_gb=1e-4)
+    exporting.export(policy, run / "exported", max_file_gb=1e-4)
     loss = update(policy, mesh)  # overwrites what is being written
     if background:
         for t in [*policy.shards().values(), *policy.optimizer.tensors()]:
@@ -86,7 +86,7 @@ def save(mesh, folder, run, sequence, background):
 
 def resume(mesh, folder, run, sequence):
     policy = make(mesh, folder, sequence)
-    saved = checkpoint.load_checkpoint(checkpoint.find(run), policy)
+    saved = load_checkpoint(finding.find(run), policy)
     assert saved["progress"] == {"note": 7} and saved["step"] == 2
     state = whole(state_dict_of(policy))
     return state, policy.num_updates, update(policy, mesh)
@@ -141,11 +141,11 @@ def save_before_the_first_update(mesh, folder, run):
     for way in ("never saved", "saved", "resumed"):
         policy = Policy(PolicyConfig(dtype="float64", ema_decay=0.9), folder, mesh)
         if way == "saved":
-            saver = checkpoint.Saver(run, CheckpointConfig(), policy)
+            saver = Saver(run, CheckpointConfig(), policy)
             saver.save(1, {})
             saver.wait()
         elif way == "resumed":
-            checkpoint.load_checkpoint(checkpoint.find(run), policy)
+            load_checkpoint(finding.find(run), policy)
         for _ in range(2):
             update(policy, mesh)
         weights.append(whole(state_dict_of(policy)))
@@ -169,7 +169,7 @@ def save_changing_sets(mesh, folder, run):
         planned.append(len(plans)) or plan(plans)
     )
     policy, critic = make(mesh, folder, False), make(mesh, folder, False)
-    saver = checkpoint.Saver(run, CheckpointConfig(keep=9), policy)
+    saver = Saver(run, CheckpointConfig(keep=9), policy)
     counts, states = [], []
     for step in range(1, 6):
         if step == 3:
@@ -191,9 +191,9 @@ def resume_both(mesh, folder, run, steps):
     resumed = []
     for step in steps:
         policy, critic = make(mesh, folder, False), make(mesh, folder, False)
-        checkpoint.load_checkpoint(checkpoint.finished(run)[step], policy)
+        load_checkpoint(finding.finished(run)[step], policy)
         if step > 2:
-            checkpoint.restore(checkpoint.finished(run)[step], critic, "critic")
+            restore(finding.finished(run)[step], critic, "critic")
         resumed.append((whole(state_dict_of(policy)), whole(state_dict_of(critic))))
     return resumed
 
@@ -206,7 +206,7 @@ def entries(folder):
 
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [(1, ParallelConfig()), (2, ParallelConfig(tensor=2)), (4, ParallelConfig(replicate=2))],
+    [(2, ParallelConfig(tensor=2)), (4, ParallelConfig(replicate=2))],
 )
 def test_a_plan_is_made_again_only_when_what_is_saved_has_changed(tmp_path, world, parallel):
     folder, run = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), tmp_path / "run"
@@ -228,7 +228,7 @@ def test_a_plan_is_made_again_only_when_what_is_saved_has_changed(tmp_path, worl
 def rotate(mesh, folder, run, cfg, scores, first=0):
     """Save at steps 1, 2, ... of which `scores` has one each, as a loop does: a score comes after
     its step was saved."""
-    saver = checkpoint.Saver(run, cfg, make(mesh, folder, False))
+    saver = Saver(run, cfg, make(mesh, folder, False))
     there = []
     for step, score in enumerate(scores, start=first + 1):
         saver.save(step, {})
@@ -238,7 +238,7 @@ def rotate(mesh, folder, run, cfg, scores, first=0):
             step - 1, {cfg.best_metric or "accuracy": 1e9}
         )  # of other weights than the newest checkpoint's
         saver.wait()
-        there.append(list(checkpoint.finished(run)))
+        there.append(list(finding.finished(run)))
     return there, saver.best
 
 
@@ -286,8 +286,8 @@ def test_of_losses_the_lowest_is_best_and_without_a_metric_none_is(tmp_path):
 def test_what_is_not_whole_is_not_resumed(tmp_path):
     for name in ("step-3", "step-20", "step-100.partial", "step-4.old"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert checkpoint.find(tmp_path) == tmp_path / "checkpoints" / "step-20"
-    assert list(checkpoint.finished(tmp_path)) == [3, 20]
+    assert finding.find(tmp_path) == tmp_path / "checkpoints" / "step-20"
+    assert list(finding.finished(tmp_path)) == [3, 20]
     (tmp_path / "checkpoints" / "best.json").write_text(
         '{"step": 100, "metric": "accuracy", "value": 1.0}'
     )
@@ -296,9 +296,7 @@ def test_what_is_not_whole_is_not_resumed(tmp_path):
 
 def fail(mesh, folder, run, background, use):
     """Rank 1 cannot write."""
-    saver = checkpoint.Saver(
-        run, CheckpointConfig(background=background), make(mesh, folder, False)
-    )
+    saver = Saver(run, CheckpointConfig(background=background), make(mesh, folder, False))
     saver.save(1, {})
     saver.wait()
     if mesh.rank == 1:
@@ -335,14 +333,14 @@ def test_a_failed_write_is_reported(tmp_path, background, use, kind):
     for text in ("step-2 could not be written", "rank 1", "No space left on device"):
         assert text in str(failed.value)
     assert (
-        list(checkpoint.finished(tmp_path)) == [1]
+        list(finding.finished(tmp_path)) == [1]
         and (tmp_path / "checkpoints" / "step-2.partial").exists()
     )
 
 
 def fail_on_one(mesh, folder, run, where):
     """Rank 1 cannot write its small files, or rank 0 cannot rename. Return what each rank says."""
-    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
+    saver = Saver(run, CheckpointConfig(), make(mesh, folder, False))
 
     def no_room(*args):
         raise OSError(28, "No space left on device")
@@ -365,11 +363,11 @@ def test_a_failure_beside_the_weights_is_one_error_on_all_ranks(tmp_path, where,
     said = ranks(2, fail_on_one, folder, tmp_path, where)
     assert said[0] == said[1]
     assert f"step-1 could not be written (rank {rank}: OSError: [Errno 28] No space" in said[0]
-    assert list(checkpoint.finished(tmp_path)) == []
+    assert list(finding.finished(tmp_path)) == []
 
 
 def crash(mesh, folder, run):
-    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
+    saver = Saver(run, CheckpointConfig(), make(mesh, folder, False))
     publish = saver._publish
     saver._publish = lambda *args: (time.sleep(0.5), publish(*args))
     with saver:
@@ -381,11 +379,11 @@ def test_a_run_that_fails_leaves_the_checkpoint_under_way(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
     with pytest.raises(RankFailed, match="the reward function raised"):
         ranks(2, crash, folder, tmp_path)
-    assert list(checkpoint.finished(tmp_path)) == [1]
+    assert list(finding.finished(tmp_path)) == [1]
 
 
 def die(mesh, folder, run):
-    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
+    saver = Saver(run, CheckpointConfig(), make(mesh, folder, False))
     saver.save(1, {})
     saver.wait()
     dcp.FileSystemWriter.write_data = lambda *args: os._exit(9)
@@ -401,11 +399,11 @@ def test_killed_while_it_writes(tmp_path):
         "step-1",
         "step-2.partial",
     ]
-    assert checkpoint.find(tmp_path).name == "step-1"
+    assert finding.find(tmp_path).name == "step-1"
 
 
 def load_into(mesh, folder, run):
-    checkpoint.load_checkpoint(checkpoint.find(run), make(mesh, folder, False))
+    load_checkpoint(finding.find(run), make(mesh, folder, False))
 
 
 def test_another_shape_is_refused_with_both(tmp_path):
@@ -433,14 +431,14 @@ def train_and_save(mesh, folder, run, tied):
     cfg = RLConfig(output=str(run))
     cfg.policy.model, cfg.policy.dtype = str(folder), "bfloat16"
     policy = Policy(cfg.policy, folder, mesh)
-    saver = checkpoint.Saver(run, CheckpointConfig(keep=2, best_metric="accuracy"), policy)
+    saver = Saver(run, CheckpointConfig(keep=2, best_metric="accuracy"), policy)
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)):
         update(policy, mesh)
         saver.save(step, {})
         saver.score(step, {"accuracy": score})
         if step in (2, 4):
             saver.wait()
-            checkpoint.export(policy, run / f"live-{step}")
+            exporting.export(policy, run / f"live-{step}")
     if mesh.rank == 0:
         save_config(cfg, run / "config.yaml")
 

@@ -11,10 +11,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint, rl
+from minirl import rl
 from minirl.algo import advantages, losses
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
+from minirl.checkpoint import exporting
+from minirl.checkpoint.state import restore
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -270,7 +272,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
 
 
 def load_other(mesh, saved, name, folder):
-    checkpoint.restore(saved, Policy(PolicyConfig(), folder, mesh, score=True), name)
+    restore(saved, Policy(PolicyConfig(), folder, mesh, score=True), name)
 
 
 def export_with_head(mesh, folder, output):
@@ -278,4 +280,4 @@ def export_with_head(mesh, folder, output):
     policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
     with torch.no_grad():
         policy.shards()["score.weight"].to_local().copy_(torch.linspace(-0.1, 0.1, 128)[None])
-    checkpoint.export(policy, output)
+    exporting.export(policy, output)

@@ -11,7 +11,7 @@ from harness import RankFailed, ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
-from minirl.checkpoint import export
+from minirl.checkpoint.exporting import export
 from minirl.checkpoint.state import Saver, load_checkpoint, state_dict_of
 from minirl.config.parse import parse_flags
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 import tiny
 from benchmarks import growth_save
 from harness import RankFailed, ranks
-from minirl import checkpoint
 from minirl.base.errors import UserError
 from minirl.checkpoint import exporting
-from minirl.checkpoint.exporting import plan_folder, spread, write_companions
+from minirl.checkpoint.exporting import Exporter, plan_folder, spread, write_companions
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import families
 from minirl.train.policy import Policy
@@ -73,7 +72,7 @@ def export_in_the_background(mesh, folder, run, dtype):
     policy = Policy(PolicyConfig(dtype=dtype), folder, mesh)
     export_plainly(policy, run / "plain", SMALL_FILE_GB)
     export_plainly(policy, run / "plain whole", 4.0)
-    exporter = checkpoint.Exporter(mesh)
+    exporter = Exporter(mesh)
     begin, write = threading.Event(), exporter._write
     exporter._write = lambda *args: begin.wait() and write(*args)
     received = count_received(mesh)
@@ -88,7 +87,7 @@ def export_in_the_background(mesh, folder, run, dtype):
     assert exporter.background_seconds > 0
 
     policy = Policy(PolicyConfig(dtype=dtype), folder, mesh)
-    checkpoint.export(policy, run / "whole")
+    exporting.export(policy, run / "whole")
     return received[0]
 
 
@@ -133,7 +132,7 @@ def test_every_byte_is_that_of_a_plain_export(tmp_path, family, world, parallel,
 def export_between(mesh, folder, run):
     """Exports wait for each other, and so does what follows."""
     policy = Policy(PolicyConfig(), folder, mesh)
-    exporter = checkpoint.Exporter(mesh)
+    exporter = Exporter(mesh)
     for name in ("first", "second"):
         exporter.start(policy, run / name)
     assert (run / "first").exists()
@@ -141,7 +140,7 @@ def export_between(mesh, folder, run):
     exporter.wait()
     with policy.inference():  # gathers the root
         policy.model.unshard()
-        checkpoint.export(policy, run / "second")  # replaced
+        exporting.export(policy, run / "second")  # replaced
     return content(run / "first") == content(run / "second")
 
 
@@ -154,12 +153,12 @@ def test_exports_one_after_the_other(tmp_path):
 def export_without_room(mesh, folder, output):
     """The disk of rank 1 is full after 20 kB."""
     policy = Policy(PolicyConfig(), folder, mesh)
-    checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mesh.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
-    exporter = checkpoint.Exporter(mesh)
+    exporter = Exporter(mesh)
     exporter.start(policy, output, max_file_gb=SMALL_FILE_GB)
     mesh.barrier()  # training goes on
     try:
@@ -191,7 +190,7 @@ def export_with_a_bug(mesh, folder, output):
         exporting.save_file = divide
     try:
         policy = Policy(PolicyConfig(), folder, mesh)
-        checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+        exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
     except UserError as error:
         return str(error)
     return ""
@@ -209,7 +208,7 @@ def test_a_bug_in_the_thread_of_one_rank_is_one_error_on_all_with_its_traceback(
 def export_until_killed(mesh, folder, output, when):
     """Export twice; in the second time all ranks are killed."""
     policy = Policy(PolicyConfig(), folder, mesh)
-    checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
     for t in policy.shards().values():
         t.data.zero_()
 
@@ -225,7 +224,7 @@ def export_until_killed(mesh, folder, output, when):
         exporting.save_file = die_half_way
     else:
         shutil.rmtree = die
-    checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
     mesh.barrier()
 
 
@@ -245,7 +244,7 @@ def test_killed_at_any_time_what_has_the_name_is_whole(tmp_path, when, is_new):
 
 
 def export_to(mesh, folder, output):
-    checkpoint.export(Policy(PolicyConfig(), folder, mesh), output)
+    exporting.export(Policy(PolicyConfig(), folder, mesh), output)
 
 
 def test_where_no_folder_can_be_made(tmp_path):

@@ -25,9 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 import sweep
 import tiny
 from harness import ranks
-from minirl import checkpoint
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
+from minirl.checkpoint import exporting
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.vision import Gemma4Vision, GemmaVision, read_vision
@@ -246,7 +246,7 @@ def every_family(mesh, root, sequence, families, checkpointing=None):
                 policy = Policy(
                     PolicyConfig(dtype="float32"), root / family, mesh, sequence_parallel=True
                 )
-                checkpoint.export(policy, root / f"{family} exported", max_file_gb=1e-4)
+                exporting.export(policy, root / f"{family} exported", max_file_gb=1e-4)
         except Exception:  # this family's test reports it; the others go on
             out[family] = traceback.format_exc()
     return out
@@ -624,7 +624,7 @@ def test_dropout_by_any_name_is_zeroed():
 
 def kept_dtypes(mesh, folder, out):
     policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh, trainable=False)
-    checkpoint.export(policy, out)
+    exporting.export(policy, out)
     return {n: t.dtype for n, t in policy.shards().items()}
 
 

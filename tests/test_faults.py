@@ -1,6 +1,7 @@
 """What ends a run before its time: signals, time limits, other ranks, and the user's code. Each is
 told once, by its cause, and no run hangs."""
 
+import asyncio
 import contextlib
 import errno
 import http.server
@@ -28,6 +29,7 @@ from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.config.supervised import SFTConfig
+from minirl.rewards.functions import Rewards
 from minirl.rewards.http import RemoteReward
 from minirl.run.metrics import Health
 from minirl.run.trainer import BaseTrainer
@@ -91,14 +93,6 @@ def backtracks(prompt, completion, row):
 @in_the_run
 def exits(prompt, completion, row):
     sys.exit(0)
-
-@in_the_run
-def interrupts(prompt, completion, row):
-    raise KeyboardInterrupt
-
-@in_the_run
-def cancels(prompt, completion, row):
-    raise asyncio.CancelledError("mine")
 
 def always(prompt, completion, row):
     return 1.0
@@ -321,7 +315,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise(folder, tmp_
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_passes_signals_on_and_waits(folder, tmp_path, number):
     out = tmp_path / "out"
     given = {
@@ -480,8 +474,6 @@ CASES = {
         ["rank 0: reward.function = ", "_late took longer than reward.timeout_seconds = 2 for "],
     ),
     "a reward exits": (1, reward("exits"), 2, ["raised SystemExit: 0 for prompt"]),
-    "a reward interrupts": (1, reward("interrupts"), 2, ["raised KeyboardInterrupt:  for prompt"]),
-    "a reward cancels": (1, reward("cancels"), 2, ["raised CancelledError: mine for prompt"]),
     "a file exits": (
         1,
         ["--reward.function", "FOLDER/exits.py:f"],
@@ -570,6 +562,16 @@ def test_it_ends_and_says_why_once(folder, tmp_path, case):
     assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
     for text in texts:
         assert text in ended.err, ended.err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError("mine")])
+def test_whatever_a_reward_raises_is_one_message(error):
+    def reward(prompt, completion, row):
+        raise error
+
+    row = {"prompt": "a prompt", "rendered_prompt": "a prompt"}
+    with pytest.raises(UserError, match=f"mine raised {type(error).__name__}: .*for prompt"):
+        Rewards((1.0, reward, "mine"))(row, "an answer")
 
 
 def test_streams_that_a_reward_closes_are_open_again(folder, tmp_path):

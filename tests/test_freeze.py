@@ -10,11 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
-from minirl.checkpoint import changes
+from minirl.checkpoint import changes, exporting
 from minirl.config.parse import parse_flags, save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
@@ -187,7 +186,7 @@ def export_after_updates(mesh, folder, output):
     batches = batches_of([trajectories()[mesh.rank :: mesh.world_size]], policy)
     for _ in range(2):
         policy.update(batches, losses.policy(AlgoConfig(), 20), lr=1e-1)
-    checkpoint.export(policy, output)
+    exporting.export(policy, output)
 
 
 def test_an_export_has_the_very_bytes_of_what_is_frozen(tmp_path):

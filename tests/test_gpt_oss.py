@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import tiny
 from harness import ranks, two_at_once
-from minirl import checkpoint
 from minirl.base.errors import UserError
+from minirl.checkpoint import exporting
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.model import build
 from minirl.model.families import check_supported
@@ -45,7 +45,7 @@ def make_mxfp4(folder, **config):
 
 
 def exported(mesh, folder, out):
-    checkpoint.export(Policy(PolicyConfig(dtype="bfloat16"), folder, mesh), out)
+    exporting.export(Policy(PolicyConfig(dtype="bfloat16"), folder, mesh), out)
 
 
 @pytest.mark.parametrize("parallel", [None, ParallelConfig(tensor=2)])

@@ -329,8 +329,9 @@ def test_sleep_refit_and_logprobs(device, tmp_path):
 
 def three_steps_each(mesh, folder, settings):
     """Losses of the optimizer alone, awake, and of `settings`, with all asleep between steps."""
-    from minirl import checkpoint
     from minirl.algo import losses
+    from minirl.checkpoint import exporting, finding
+    from minirl.checkpoint.state import Saver, load_checkpoint
     from minirl.config.shared import CheckpointConfig
 
     tokens = np.random.default_rng(0).integers(5, 200, 100).astype(np.int32)
@@ -357,11 +358,11 @@ def three_steps_each(mesh, folder, settings):
                 policy.sleeper.sleep_parameters()
                 policy.sleeper.wake_parameters()
         run = folder.parent / str(len(history))
-        with checkpoint.Saver(run, CheckpointConfig(), policy) as saver:
+        with Saver(run, CheckpointConfig(), policy) as saver:
             saver.save(3, {})
-        checkpoint.load_checkpoint(checkpoint.find(run), policy)
+        load_checkpoint(finding.find(run), policy)
         with policy.state_awake():
-            checkpoint.export(policy, folder.parent / "ema", weights=policy.averages())
+            exporting.export(policy, folder.parent / "ema", weights=policy.averages())
     return history
 
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint
-from minirl.checkpoint import state
+from minirl.checkpoint import exporting, finding, state
+from minirl.checkpoint.state import Saver
 from minirl.config.shared import CheckpointConfig
 from test_checkpoint import make, resume, rotate, update
 
@@ -28,10 +28,8 @@ def save(mesh, folder, run, background):
     policy = make(mesh, folder, False)
     for _ in range(2):
         update(policy, mesh)
-    with checkpoint.Saver(
-        run, CheckpointConfig(save_hf=True, background=background), policy
-    ) as saver:
-        checkpoint.export(policy, run / "exported")
+    with Saver(run, CheckpointConfig(save_hf=True, background=background), policy) as saver:
+        exporting.export(policy, run / "exported")
         saver.save(2, {"note": 7})
         for t in policy.shards().values():
             t.data.fill_(torch.nan)
@@ -55,7 +53,7 @@ def test_it_is_the_model_of_its_step(folder, tmp_path, background):
 
 
 def find_whole(mesh, run):
-    return checkpoint.resume(run, mesh, str)[0]
+    return finding.resume(run, mesh, str)[0]
 
 
 def test_it_stays_and_goes_with_its_checkpoint(folder, tmp_path):
@@ -72,7 +70,7 @@ def test_it_stays_and_goes_with_its_checkpoint(folder, tmp_path):
 def interrupt(mesh, folder, run, how):
     """A whole checkpoint, and another one that is killed or fails while its model is written."""
     policy = make(mesh, folder, False)
-    saver = checkpoint.Saver(run, CheckpointConfig(keep=1, save_hf=True), policy)
+    saver = Saver(run, CheckpointConfig(keep=1, save_hf=True), policy)
     saver.save(1, {"note": 7})
     saver.wait()
 
@@ -90,7 +88,7 @@ def interrupt(mesh, folder, run, how):
 def test_killed_while_it_is_written_the_checkpoint_before_is_whole(folder, tmp_path):
     with contextlib.suppress(TimeoutError, RankFailed):  # of the rank that lives
         ranks(2, interrupt, folder, tmp_path, "kill")
-    assert list(checkpoint.finished(tmp_path)) == [1]
+    assert list(finding.finished(tmp_path)) == [1]
     step = tmp_path / "checkpoints/step-1"
     assert ranks(1, find_whole, tmp_path) == [step]
     assert load_file(step / "model/model.safetensors")
@@ -101,7 +99,7 @@ def test_without_room_it_is_one_error_on_all_ranks(folder, tmp_path):
         ranks(2, interrupt, folder, tmp_path, "fail")
     assert failed.value.kind == "UserError"
     assert "step-2 could not be written (rank 0: OSError" in failed.value.text
-    assert list(checkpoint.finished(tmp_path)) == [1]
+    assert list(finding.finished(tmp_path)) == [1]
 
 
 def test_without_the_setting_there_is_none(folder, tmp_path):

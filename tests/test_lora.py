@@ -10,8 +10,7 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.batch.exchange import exchange
-from minirl.checkpoint import export
-from minirl.checkpoint.exporting import export_adapter
+from minirl.checkpoint.exporting import export, export_adapter
 from minirl.checkpoint.reading import saved_shapes
 from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import RankFailed, ranks
-from minirl.checkpoint import export
 from minirl.checkpoint.commands import export_checkpoint, merge
-from minirl.checkpoint.exporting import export_adapter
+from minirl.checkpoint.exporting import export, export_adapter
 from minirl.checkpoint.state import Saver
 from minirl.config.parse import save_config
 from minirl.config.policy import LoraConfig, PolicyConfig

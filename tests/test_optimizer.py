@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
-from minirl import checkpoint
 from minirl.algo import losses
 from minirl.batch.exchange import exchange
-from minirl.checkpoint.state import state_dict_of
+from minirl.checkpoint import exporting, finding
+from minirl.checkpoint.state import Saver, load_checkpoint, state_dict_of
 from minirl.config.parse import parse_flags
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -237,14 +237,14 @@ def save(mesh, folder, run, settings):
     update(policy, mesh, 2)
     saved = state(policy)
     # Written while the two updates overwrite what it copied.
-    with checkpoint.Saver(run, CheckpointConfig(), policy) as saver:
+    with Saver(run, CheckpointConfig(), policy) as saver:
         saver.save(2, {})
         return saved, update(policy, mesh, 2)[-1]["loss"], whole(policy.shards())
 
 
 def resume(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
-    checkpoint.load_checkpoint(checkpoint.find(run), policy)
+    load_checkpoint(finding.find(run), policy)
     return state(policy), update(policy, mesh, 2)[-1]["loss"], whole(policy.shards())
 
 
@@ -420,7 +420,7 @@ def average(mesh, folder, settings, num_steps, out):
     with policy.state_awake():
         averages = policy.averages()
         assert all(averages[n].placements == p.placements for n, p in policy.shards().items())
-        checkpoint.export(policy, out, weights=averages)
+        exporting.export(policy, out, weights=averages)
         return weights, whole(averages)
 
 

@@ -16,11 +16,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import tiny
 from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows, read_all
-from minirl import checkpoint, dpo, rm
+from minirl import dpo, rm
 from minirl.algo import preference
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
+from minirl.checkpoint import exporting
 from minirl.checkpoint.commands import export_checkpoint
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
@@ -486,7 +487,7 @@ def scored(mesh, folder, output, rows):
     batches = [pack(m, mesh.device, layout=policy.layout, pairs=True) for m in micros]
     for _ in range(3):
         policy.update(batches, preference.reward_model(RewardModelLossConfig()), 1e-3)
-    checkpoint.export(policy, output)
+    exporting.export(policy, output)
     out = []
     for model in (
         policy,
@@ -740,7 +741,7 @@ def export_scored(mesh, folder, out):
     policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
     with torch.no_grad():
         policy.shards()["score.weight"].normal_(generator=torch.Generator().manual_seed(3))
-    checkpoint.export(policy, out)
+    exporting.export(policy, out)
 
 
 def test_a_served_model_gives_the_scores_of_transformers(tmp_path):

@@ -18,10 +18,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
-from minirl import checkpoint, dpo, kto, rl, rm
+from minirl import dpo, kto, rl, rm
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
 from minirl.base.oversight import Oversight
+from minirl.checkpoint import finding
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
@@ -463,7 +464,7 @@ def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
         *(f"references/step-{n}" for n in (5, 15, 25, 35)),
     ):
         (tmp_path / name).mkdir(parents=True)
-    checkpoint.drop_references(tmp_path, 35)
+    finding.drop_references(tmp_path, 35)
     assert sorted(p.name for p in (tmp_path / "references").iterdir()) == [
         "step-15",
         "step-25",
@@ -471,7 +472,7 @@ def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
     ]
     for old in ("checkpoints/step-20", "checkpoints/step-30"):
         (tmp_path / old).rmdir()
-    checkpoint.drop_references(tmp_path, 35)
+    finding.drop_references(tmp_path, 35)
     assert sorted(p.name for p in (tmp_path / "references").iterdir()) == ["step-35"]
 
 

