@@ -25,8 +25,8 @@ def require(condition: object, message: str) -> None:
 def write_error_file(message: str) -> None:
     """Leave the reason why this rank fails where torchrun's report looks for it.
 
-    The format is that of torch.distributed.elastic.multiprocessing.errors, whose own `record` would
-    need torch before the flags are read, and would show a traceback of what the user can correct.
+    The format is that of torch.distributed.elastic.multiprocessing.errors. Its `record` is no help:
+    it needs torch before the flags are read, and shows a traceback of what the user can correct.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

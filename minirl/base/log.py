@@ -54,8 +54,8 @@ class Timer:
     def _add_memory(self, phase: str) -> None:
         """Note the most memory since the last call as that of a phase.
 
-        What was not there all the time is left out. The engine wakes and sleeps in phases of its
-        own, in which torch's counters stand still, so that is right in each of them.
+        What was not there all the time is left out. The engine wakes and sleeps in phases of
+        these names, where torch's counters do not change, so that is right in each phase.
         """
         if self.device.type != "cuda":
             return

@@ -200,9 +200,9 @@ class Base:
     """The files of a model that an adapter adapts, and what it is made of.
 
     Attributes:
-        model: on the meta device, with its adapters.
-        trained: whole, of the shapes and in the dtype of what is trained; not filled.
-        shapes: of all that the merged model's files hold, by the model's names.
+        model: the base on the meta device, with its adapters.
+        trained: tensors for what is trained, whole and in its dtype, by name; not filled.
+        shapes: the shape of each tensor of the merged model, by name.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ def plan_folder(
 
     Args:
         source: the folder whose config and tokenizer are taken.
-        shapes: of the model's tensors, by name.
-        dtype: of the files' weights.
+        shapes: the shapes of the model's tensors, by name.
+        dtype: the dtype of the files' weights.
         world_size: number of ranks, which share the files evenly by bytes.
         max_file_gb: size of a safetensors file, in GiB.
     """
@@ -213,7 +213,7 @@ class Exporter:
     ) -> None:
         """Copy a model to its writers and begin to write it, after any export under way.
 
-        On return the weights may change, and in host memory each rank has those of its own files.
+        On return the weights may change, and each rank has those of its files in host memory.
 
         Args:
             policy: the model; weights are written in the dtype of its forward.
@@ -232,7 +232,7 @@ class Exporter:
         """Begin to write a folder, after any export under way.
 
         Args:
-            plan: of the folder.
+            plan: what belongs into the folder.
             folder: replaced if it exists.
             read: returns the tensors of one of this rank's files; a thread calls it.
 
@@ -302,8 +302,8 @@ def publish_adapter(
     """Write an adapter under another name, and rename it. Collective; rank 0 writes.
 
     Args:
-        tensors: of PEFT's file.
-        described: of PEFT's config.
+        tensors: tensors of adapter_model.safetensors, by PEFT's names.
+        described: what adapter_config.json says.
         folder: is there whole or not at all; one that is there is replaced.
         mesh: the ranks.
 

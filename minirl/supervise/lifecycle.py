@@ -146,7 +146,7 @@ def open_attempt_store(timeout: timedelta) -> dist.Store | None:
     makes up. The number of restarts cannot be that name: it differs on a machine that joined later.
 
     Args:
-        timeout: of the store, and of the wait for the other ranks.
+        timeout: how long the store, and this rank for the others, waits.
 
     Raises:
         dist.DistError: not all ranks are there in time.

@@ -147,7 +147,7 @@ class Watch(Oversight):
     def limit(self, seconds: float, describe: Callable[[], str]) -> Iterator[Limit]:
         """End the run if the block takes longer, as `Oversight.limit` says."""
         with super().limit(seconds, describe) as limit:
-            with self._arming:  # Before the block, which may keep Python's lock from its begin.
+            with self._arming:  # Before the block, which may keep Python's lock from its start.
                 self._arm(limit)
             yield limit
 
