@@ -411,7 +411,7 @@ def table_of(rows):
 
 def cut(table, num_ranks, budget):
     """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
-    headers = [_Header(0, 0, 0, 0, i, *row, *[0] * 7) for i, row in enumerate(table.tolist())]
+    headers = [_Header(0, 0, 0, 0, i, *row, 0) for i, row in enumerate(table.tolist())]
     num_members, sizes = pieces(_Header(*np.array(headers).T), num_ranks, budget)
     numbers = iter(range(len(table)))
     return [list(itertools.islice(numbers, num)) for num in num_members], sizes
@@ -462,7 +462,7 @@ def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
 
 
 def test_nothing_makes_no_pieces():
-    assert pieces(_Header(*np.empty((15, 0), np.int64)), 2, 100) == ([], [])
+    assert pieces(_Header(*np.empty((9, 0), np.int64)), 2, 100) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -568,9 +568,9 @@ def twin(trajectories, mesh, budget, num_minibatches, *, whole_groups):
             urls = [image.url for image in t.images if image.start < prompt - 1]
             shared = zlib.crc32(t.tokens[: prompt - 1].tobytes() + "".join(urls).encode())
             header = (t.group, 0, 0, 0, i, shared, prompt, len(t.tokens))
-            headers.append(_Header(*header, *[0] * 7))
+            headers.append(_Header(*header, 0))
         rows = budget * mesh.context_size
-        columns = _Header(*np.array(headers, np.int64).reshape(-1, 15).T)
+        columns = _Header(*np.array(headers, np.int64).reshape(-1, 9).T)
         sizes, lengths = pieces(columns, mesh.data_size, rows, whole_groups=whole_groups)
         numbers = iter(range(len(members)))
         parts = [list(itertools.islice(numbers, size)) for size in sizes]

@@ -1,15 +1,15 @@
 """Trajectories from the ranks that sampled them to the ranks that train on them, evenly.
 
-All ranks gather a header of each trajectory, and make the same plan from them. Then the arrays
-travel as bytes in one all-to-all. Sizes and order follow from the plan, so that nothing but the
-values themselves is on the wire.
+All ranks gather a header of each trajectory, and make the same plan from them. Then the
+trajectories travel in one all-to-all; their order follows from the plan.
 """
 
 import heapq
+import io
 import itertools
-import json
+import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,11 +17,9 @@ import numpy as np
 from minirl.base.errors import UserError
 from minirl.batch.packing import shared_part
 from minirl.parallel.mesh import Mesh
-from minirl.types.images import ImageSpan
 from minirl.types.packed import Trajectory, prompt_length
 
 Number = TypeVar("Number", int, np.ndarray)
-NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 
 
 class _Header(NamedTuple, Generic[Number]):
@@ -36,13 +34,6 @@ class _Header(NamedTuple, Generic[Number]):
     num_prompt: Number  # Tokens.
     num_tokens: Number
     num_sampled: Number
-    has_turn_rewards: Number  # 0 or 1.
-    num_image_bytes: Number  # 0: no images.
-    # Shape and bytes an element of the routes; all 0: there are none.
-    num_routed: Number
-    num_mixtures: Number
-    num_chosen: Number
-    route_bytes: Number
 
 
 _Headers = _Header[np.ndarray]
@@ -170,10 +161,9 @@ def exchange(
         UserError: a trajectory exceeds the budget.
     """
     trajectories = [t for t in trajectories if len(t.tokens)]
-    images = [_image_bytes(t) for t in trajectories]
-    headers = _gather_headers(trajectories, images, mesh)
+    headers = _gather_headers(trajectories, mesh)
     plan = _make_plan(headers, mesh, budget, num_minibatches, whole_groups)
-    received = _send(trajectories, images, headers, plan, mesh)
+    received = _send(trajectories, headers, plan, mesh)
 
     micro_batches: list[list[Trajectory]] = [[] for _ in range(sum(plan.num_micro))]
     for micro_batch, trajectory in received:
@@ -182,27 +172,20 @@ def exchange(
     return [list(itertools.islice(batches, num_micro)) for num_micro in plan.num_micro]
 
 
-def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: Mesh) -> _Headers:
+def _gather_headers(trajectories: list[Trajectory], mesh: Mesh) -> _Headers:
     """Return the headers of the trajectories of all ranks, sorted. Collective."""
     rows = []
-    for i, (t, image_bytes) in enumerate(zip(trajectories, images, strict=True)):
-        routes = NO_ROUTES if t.routes is None else t.routes
+    for number, t in enumerate(trajectories):
         header = _Header(
             group=t.group,
             episode=t.episode,
             segment=t.segment,
             rank=mesh.rank,
-            number=i,
+            number=number,
             prompt=zlib.crc32(shared_part(t)),
             num_prompt=prompt_length(t),
             num_tokens=len(t.tokens),
             num_sampled=int(t.sampled.sum()),
-            has_turn_rewards=int(t.turn_rewards is not None),
-            num_image_bytes=len(image_bytes),
-            num_routed=routes.shape[0],
-            num_mixtures=routes.shape[1],
-            num_chosen=routes.shape[2],
-            route_bytes=routes.itemsize if t.routes is not None else 0,
         )
         rows.append(header)
     tables = mesh.gather_rows(np.array(rows, np.int64).reshape(-1, len(_Header._fields)))
@@ -245,16 +228,8 @@ def _make_plan(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# the wire
-
-
 def _send(
-    trajectories: list[Trajectory],
-    images: list[bytes],
-    headers: _Headers,
-    plan: _Plan,
-    mesh: Mesh,
+    trajectories: list[Trajectory], headers: _Headers, plan: _Plan, mesh: Mesh
 ) -> list[tuple[int, Trajectory]]:
     """Send each trajectory to its data-parallel rank, by one all-to-all.
 
@@ -266,111 +241,22 @@ def _send(
     totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
     group_tokens = totals.astype(np.int64)[groups][plan.header]
     headers = _take(headers, plan.header)
-    sizes = _record_sizes(headers)
 
     # 1. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
-    leaving = np.flatnonzero(headers.rank == mesh.rank)
-    leaving = leaving[np.argsort(plan.data_rank[leaving], kind="stable")]
-    numbers = headers.number[leaving].tolist()
-    records = [_to_bytes(trajectories[i], images[i]) for i in numbers]
-    ends = np.searchsorted(plan.data_rank[leaving], np.arange(mesh.data_size + 1)).tolist()
-    messages = []
-    for first, last in itertools.pairwise(ends):
-        messages += [b"".join(records[first:last])] * mesh.num_copies
+    records: list[list[bytes]] = [[] for _ in range(mesh.data_size)]
+    for place in np.flatnonzero(headers.rank == mesh.rank).tolist():
+        t = trajectories[headers.number[place]]
+        sent = replace(t, versions=None, info={}, group_tokens=int(group_tokens[place]))
+        records[plan.data_rank[place]].append(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+    messages: list[bytes] = []
+    for part in records:
+        messages += [b"".join(part)] * mesh.num_copies
 
-    # 2. What comes, from the first rank to the last, and from each in the order of the plan.
-    here = np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies)
-    sources = headers.rank[here]
-    arrival = here[np.argsort(sources, kind="stable")]
-    num_bytes = np.bincount(sources, weights=sizes[here], minlength=mesh.world_size)
-    received = mesh.all_to_all(messages, num_bytes.astype(np.int64).tolist())
-
-    # 3. Make trajectories of it, and bring them into the order of the plan.
-    starts = np.cumsum(sizes[arrival]) - sizes[arrival]
-    made: dict[int, Trajectory] = {}
-    for place, start in zip(arrival.tolist(), starts.tolist(), strict=True):
-        header = _Header(*(int(column[place]) for column in headers))
-        made[place] = _from_bytes(received[start:], header, int(group_tokens[place]))
-    return [(int(plan.micro_batch[place]), made[place]) for place in here.tolist()]
-
-
-def _image_bytes(t: Trajectory) -> bytes:
-    """Return the images of a trajectory as JSON; nothing if it has none."""
-    return json.dumps(t.images).encode() if t.images else b""
-
-
-def _record_sizes(headers: _Headers) -> np.ndarray:
-    """Return the bytes of the record of each header, int64 [N]."""
-    bytes_per_token = 4 + 4 + 4 * headers.has_turn_rewards + 1
-    num_bytes = 16 + headers.num_tokens * bytes_per_token + headers.num_image_bytes
-    num_bytes += _route_sizes(headers)
-    return num_bytes + -num_bytes % 8
-
-
-def _route_sizes(headers: _Header[Number]) -> Number:
-    """Return the bytes of the routes of each header."""
-    num_values = headers.num_routed * headers.num_mixtures * headers.num_chosen
-    return num_values * headers.route_bytes
-
-
-def _to_bytes(t: Trajectory, images: bytes) -> bytes:
-    """Return a trajectory as a record, a multiple of 8 bytes.
-
-    In this order: reward, version, tokens, log-probs, rewards of turns if there are any, routes,
-    sampled, images, padding.
-    """
-    parts = [
-        np.float64(t.reward).tobytes(),
-        np.int64(t.version).tobytes(),
-        np.asarray(t.tokens, np.int32).tobytes(),
-        np.asarray(t.logprobs, np.float32).tobytes(),
-    ]
-    if t.turn_rewards is not None:
-        parts.append(np.asarray(t.turn_rewards, np.float32).tobytes())
-    if t.routes is not None:
-        parts.append(np.ascontiguousarray(t.routes).tobytes())
-    parts += [np.asarray(t.sampled, np.bool_).tobytes(), images]
-    record = b"".join(parts)
-    return record + bytes(-len(record) % 8)
-
-
-def _from_bytes(record: np.ndarray, header: _Header[int], group_tokens: int) -> Trajectory:
-    """Return the trajectory of the record that these bytes (uint8) begin with."""
-    length = header.num_tokens
-    reward = record[:8].view(np.float64).item()
-    version = record[8:16].view(np.int64).item()
-    end = 16 + 4 * length
-    tokens = record[16:end].view(np.int32)
-    logprobs = record[end : end + 4 * length].view(np.float32)
-    end += 4 * length
-    turn_rewards = None
-    if header.has_turn_rewards:
-        turn_rewards = record[end : end + 4 * length].view(np.float32)
-        end += 4 * length
-    routes = None
-    if header.route_bytes:
-        num_bytes = _route_sizes(header)
-        shape = (header.num_routed, header.num_mixtures, header.num_chosen)
-        dtype = np.uint8 if header.route_bytes == 1 else np.int16
-        routes = record[end : end + num_bytes].view(dtype).reshape(shape)
-        end += num_bytes
-    sampled = record[end : end + length].view(np.bool_)
-    end += length
-    images = []
-    if header.num_image_bytes:
-        listed = json.loads(record[end : end + header.num_image_bytes].tobytes())
-        images = [ImageSpan(*image) for image in listed]
-    return Trajectory(
-        tokens=tokens,
-        sampled=sampled,
-        logprobs=logprobs,
-        reward=reward,
-        group=header.group,
-        episode=header.episode,
-        segment=header.segment,
-        version=version,
-        turn_rewards=turn_rewards,
-        routes=routes,
-        images=images,
-        group_tokens=group_tokens,
-    )
+    # 2. What arrives: from each rank, its trajectories in the order of the plan.
+    streams = [io.BytesIO(message) for message in mesh.all_to_all(messages)]
+    arriving = np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies)
+    received = []
+    for place in arriving.tolist():
+        trajectory: Trajectory = pickle.load(streams[headers.rank[place]])
+        received.append((int(plan.micro_batch[place]), trajectory))
+    return received

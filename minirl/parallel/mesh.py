@@ -157,21 +157,16 @@ class World:
                 name_of |= others
         return [{name_of[int(key)]: part for key, part in found.items()} for found in by_rank]
 
-    def all_to_all(self, messages: list[bytes], num_received: list[int]) -> np.ndarray:
-        """Send a message to each rank, and return those of all ranks to this one, end to end.
-
-        Args:
-            messages: to each rank, in rank order.
-            num_received: bytes that come from each rank, which the ranks agree on beforehand.
-
-        Returns:
-            uint8 [sum of num_received].
-        """
+    def all_to_all(self, messages: list[bytes]) -> list[bytes]:
+        """Send a message to each rank, and return the messages to this rank. Both in rank order."""
+        num_sent = torch.tensor([len(message) for message in messages])
+        num_received = torch.empty_like(num_sent)
+        dist.all_to_all_single(num_received, num_sent, group=self.host_group)
+        sizes = num_received.tolist()
         sent = torch.from_numpy(np.frombuffer(bytearray().join(messages), np.uint8))
-        received = torch.empty(sum(num_received), dtype=torch.uint8)
-        num_sent = [len(message) for message in messages]
-        dist.all_to_all_single(received, sent, num_received, num_sent, group=self.host_group)
-        return received.numpy()
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, sizes, num_sent.tolist(), group=self.host_group)
+        return [part.numpy().tobytes() for part in received.split(sizes)]
 
     def default_dtype(self) -> Dtype:
         """Return what `policy.dtype` = auto stands for, on all ranks the same. Collective."""
