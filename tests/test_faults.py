@@ -527,7 +527,7 @@ CASES = {
         1,
         env("Swallows"),
         2,
-        ["Swallows.step goes on after env.timeout_seconds = 1, though it was cancelled"],
+        ["Swallows.step still runs after env.timeout_seconds = 1, though it was cancelled"],
     ),
     "an environment exits": (1, env("Exits"), 2, ["Exits.step raised SystemExit: 0"]),
     "a constructor blocks": (

@@ -13,10 +13,11 @@ from minirl.parallel import context as cp
 from minirl.types.blocks import AttentionPlan, Block, Padded, Rectangle, RowIndex
 from minirl.types.packed import Context, Trajectory
 
-# A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a
+# A shared prompt of at most so many keys is repeated before the keys of each answer: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).
 SHORT_PROMPT = 128
-# Lengths up to the same of these share a rectangle, so that padding stays below a fifth or 8 rows.
+# Lengths are rounded up to one of these before they share a rectangle: padding stays below a fifth,
+# or 8 rows.
 EDGES = [8]
 for _ in range(64):
     EDGES.append(max(EDGES[-1] + 8, EDGES[-1] * 6 // 5))
@@ -26,7 +27,7 @@ Ragged = list[np.ndarray]  # Row numbers, int64, of each pair or sequence.
 
 @dataclass(frozen=True)
 class Sequence:
-    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out)."""
+    """Rows start .. stop of a trajectory. Row t reads token t and predicts token t + 1."""
 
     trajectory: Trajectory
     start: int
@@ -43,26 +44,26 @@ class Sequence:
 class RowLayout:
     """What a model on its mesh asks of the rows of a micro-batch."""
 
-    # The number of rows on a rank is a multiple of this (sequence parallelism cuts them evenly).
+    # The number of rows on a rank is a multiple of this (sequence parallelism divides them evenly).
     multiple: int = 1
     context: Context | None = None
-    windowed: bool = False  # Some layers see a sliding window, and want `AttentionPlan.windowed`.
-    vision: Vision | None = None  # Of a model that reads images.
-    # Rows that the convolution of a layer with a state sees, its own included; such layers want
-    # `Packed.recurrence`. 0: there are none.
+    windowed: bool = False  # Some layers see a sliding window: make `AttentionPlan.windowed`.
+    vision: Vision | None = None  # How the model reads images.
+    # Rows that the convolution of a layer with a state sees, the current one included: make
+    # `Packed.recurrence`. 0: no layer has a state.
     convolution: int = 0
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows of a sequence that lie side by side on this rank."""
+    """Rows of a sequence that are neighbours in the sequence and on this rank."""
 
-    rows: np.ndarray  # On this rank.
-    keys: np.ndarray  # The same in the gathered keys.
+    rows: np.ndarray  # Their numbers on this rank,
+    numbers: np.ndarray  # in their sequence,
+    keys: np.ndarray  # and in the gathered keys.
     earlier: np.ndarray  # Keys of the sequence's rows before them.
     prompt: np.ndarray  # Keys of the shared prompt.
-    numbers: np.ndarray  # The same rows in their sequence.
-    of_sequence: np.ndarray  # Keys of all rows of the sequence.
+    all_keys: np.ndarray  # Keys of all rows of the sequence.
     sequence: Sequence
 
 
@@ -75,9 +76,9 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
     """Return who sees whom, for sequences that lie end to end.
 
     Args:
-        sequences: of the micro-batch, in order.
-        layout: what the model asks for.
-        device: where the blocks go.
+        sequences: sequences of the micro-batch, in order.
+        layout: what the model asks of the rows.
+        device: device of the blocks.
     """
     chunks = _chunks(sequences, layout.context)
     rows = [c.rows for c in chunks]
@@ -91,7 +92,7 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
     if layout.context and layout.context.ring:
         return AttentionPlan(_ring(rows, device), *for_layers)
 
-    # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
+    # Block 1, causal: each chunk's keys, after the prompt's keys if it is short enough to repeat.
     keys = []
     for c in chunks:
         repeats_prompt = len(c.prompt) <= SHORT_PROMPT
@@ -99,7 +100,7 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
     nothing_repeats = sum(map(len, keys)) == sum(map(len, rows))
     blocks = [_block(rows, keys, True, device, layout.context is None and nothing_repeats)]
 
-    # Block 2, of context ranks: a chunk in the middle of its sequence sees all that comes before.
+    # Block 2, with a context: a chunk in the middle of its sequence sees all rows before it.
     late = [c for c in chunks if len(c.earlier)]
     if late:
         blocks.append(_block([c.rows for c in late], [c.earlier for c in late], False, device))
@@ -120,12 +121,12 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
 def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) -> Block | None:
     """Return the block in which the rows of an image see the later ones of the same image.
 
-    Seen from behind it is causal: with both queries and keys in reverse, the last key that a row
-    sees is the one behind it. None: there is no image, or the model is causal there, too.
+    In reverse order of queries and keys it is causal: the last key that a row sees is then that of
+    the next row. None: there is no image, or the model is causal there, too.
 
     Raises:
-        UserError: the later ones are on other ranks of a ring.
-        NotImplementedError: they are behind a shared prompt, which ends within an image.
+        UserError: the later rows are on other ranks of a ring.
+        NotImplementedError: a shared prompt ends within an image.
     """
     if layout.vision is None or layout.vision.sees_ahead == "never":
         return None
@@ -144,12 +145,12 @@ def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) 
             sees = (c.numbers >= first) & (c.numbers < last)  # the last row sees none
             if sees.any():
                 queries.append(c.rows[sees][::-1])
-                keys.append(c.of_sequence[c.numbers[sees][0] + 1 : last + 1][::-1])
+                keys.append(c.all_keys[c.numbers[sees][0] + 1 : last + 1][::-1])
     return _block(queries, keys, True, device, in_order=False) if queries else None
 
 
 def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
-    """Return what lies side by side on this rank, sequence by sequence."""
+    """Return the chunks of this rank, sequence by sequence."""
     num_rows_padded = sum(cp.padded(q.num_rows, context) for q in sequences)
     rows_per_rank = num_rows_padded // context.size if context else num_rows_padded
     gathered: Ragged = []  # Where the rows of each sequence are in the gathered keys.
@@ -163,8 +164,17 @@ def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
         if q.shared is not None:
             prompt = gathered[q.shared][: sequences[q.shared].num_rows]
         for rows in cp.chunks(q.num_rows, context):
-            here = np.arange(row, row + len(rows))
-            out.append(_Chunk(here, keys[rows], keys[: rows[0]], prompt, rows, keys, q))
+            out.append(
+                _Chunk(
+                    rows=np.arange(row, row + len(rows)),
+                    numbers=rows,
+                    keys=keys[rows],
+                    earlier=keys[: rows[0]],
+                    prompt=prompt,
+                    all_keys=keys,
+                    sequence=q,
+                )
+            )
             row += len(rows)
     return out
 
@@ -172,11 +182,13 @@ def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
 def _ring(halves: Ragged, device: torch.device) -> tuple[Block, ...]:
     """Return the three blocks of a context ring, for a rank's rows in zigzag.
 
-    `halves` are the rows of the two chunks of each sequence in turn.
+    A rank's rows are in order, so among them attention is plain causal. All rows see the first
+    halves of an earlier rank, and none sees its second halves, which come later. Only the second
+    halves see rows of a later rank, and they see all of them.
 
-    A rank's own rows are in order, so plain causal. All rows see the first halves of an earlier
-    rank, whose second halves come later than all of them. Of a later rank only the second halves
-    see anything, and that is everything.
+    Args:
+        halves: rows of the two chunks of each sequence in turn.
+        device: device of the blocks.
     """
     first_halves = halves[::2]
     second_halves = halves[1::2]
@@ -199,12 +211,12 @@ def _block(
     """Return the block of pairs of query rows and the key rows that they see.
 
     Args:
-        queries: of each pair.
-        keys: of each pair.
-        causal: each query of a pair sees one key more than the one before.
-        device: where the block goes.
+        queries: query rows of each pair.
+        keys: key rows of each pair.
+        causal: each query of a pair sees one key more than the query before it.
+        device: device of the block.
         queries_are_keys: query i is the key i.
-        in_order: the queries are all rows in order; None: those of a causal block are.
+        in_order: the queries are all rows in order; None: as `causal` says.
     """
     if in_order is None:
         in_order = causal
@@ -224,7 +236,7 @@ def _running_sum(parts: Ragged, device: torch.device) -> Tensor:
 
 
 def _row_index(parts: Ragged, device: torch.device) -> tuple[RowIndex, np.ndarray]:
-    """Return row numbers as a rectangle [B, L], and which of its places only fill, bool [B, L]."""
+    """Return row numbers as a rectangle [B, L], and which places are padding, bool [B, L]."""
     lengths = np.array([[len(part)] for part in parts])
     starts = np.cumsum(lengths, axis=0) - lengths
     place = np.arange(lengths.max())
@@ -236,7 +248,7 @@ def _row_index(parts: Ragged, device: torch.device) -> tuple[RowIndex, np.ndarra
 
 
 def _pad(queries: Ragged, keys: Ragged, causal: bool, device: torch.device) -> Padded:
-    """Return `Block.padded`: rectangles of pairs of like size."""
+    """Return `Block.padded`: rectangles of pairs of about the same size."""
     num_queries = np.array([[len(q)] for q in queries])
     num_keys = np.array([[len(k)] for k in keys])
     edges = np.searchsorted(EDGES, np.hstack([num_queries, num_keys]))

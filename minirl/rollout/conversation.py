@@ -1,15 +1,14 @@
 """The tokens of an episode: what was prompted, what was sampled, and where history was rewritten.
 
-A chat continues token by token. After a completion the template renders the whole chat anew. If
-that text begins with the text of all tokens so far, the remainder (the end of the turn, the reply,
+A chat continues token by token. After a completion the template renders the whole chat again. If
+this text begins with the text of all tokens so far, the remainder (the end of the turn, the reply,
 the header of the next completion) is tokenized and appended. If not, the environment or the
-template has rewritten history, and a new segment starts: some templates drop the thoughts of
-earlier turns, some trim completions, some end them by another token than the sampled one. So what
-is trained on is always what was sampled, after exactly the tokens that it was sampled after.
+template has rewritten history, and a new segment begins: some templates drop the thoughts of
+earlier turns, some trim completions, some end them with another token than the sampled one. So a
+sampled token is always trained on after exactly the tokens that it was sampled after.
 
-Tokenizers that come from sentencepiece write a space before a text, and some special tokens swallow
-the spaces behind them. What is appended is therefore encoded and decoded together with the token
-before it.
+Tokenizers from sentencepiece write a space before a text, and some special tokens swallow the
+spaces after them. Text is therefore encoded and decoded together with the token before it.
 """
 
 import functools
@@ -28,7 +27,7 @@ from minirl.engine.loop import Completion
 from minirl.types.images import ImageSpan
 from minirl.types.packed import Trajectory
 
-# Of a trajectory's arrays.
+# Dtypes of a trajectory's arrays.
 _DTYPES = {
     "tokens": np.int32,
     "sampled": np.bool_,
@@ -55,19 +54,19 @@ class Segment:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 where nothing was sampled.
     versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled.
-    # Given for the completion that ends with the token.
+    # Reward for the completion that ends with the token.
     turn_rewards: list[float] = field(default_factory=list)
     num_completions: int = 0
-    num_guided: int = 0  # Tokens of completions that are outside the loss.
-    answer_begin: int = 0  # Where the last completion begins in `tokens`,
-    answer_end: int = 0  # and where it ends.
+    num_guided: int = 0  # Number of sampled tokens that a grammar put outside the loss.
+    answer_begin: int = 0  # The last completion's place in `tokens`.
+    answer_end: int = 0
     images: list[ImageSpan] = field(default_factory=list)
-    #: Of an agent's chat: the messages from the first that was sampled on.
+    # For an agent's chat: the messages, from the first sampled one on.
     messages: list[dict] = field(default_factory=list)
-    routes: np.ndarray | None = None  # Of the tokens at the beginning that have some.
+    routes: np.ndarray | None = None  # Routes of the first tokens (batch/routes.py).
 
     def append_prompt(self, prompt: Prompt) -> None:
-        """Append what the policy reads."""
+        """Append tokens that the policy reads."""
         self.images += prompt.images
         num = len(prompt.tokens)
         completion = Completion(
@@ -76,17 +75,17 @@ class Segment:
         self._append(completion, prompt.text)
 
     def append_completion(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Append what the policy sampled.
+        """Append tokens that the policy sampled.
 
         Returns:
-            Its text with its special tokens, but without the one that ends it. An end token that
-            has a text of its own, as `</code>`, is part of the content and stays.
+            Their text with special tokens, without the token that ends the completion. An end token
+            that is also text, as `</code>`, is part of the content and stays.
         """
         text = decode_after(tokenizer, self.tokens, completion.tokens)
         self.answer_begin = len(self.tokens)
         self._append(completion, text)
         self.answer_end = len(self.tokens)
-        if completion.routes is not None:  # some may be of tokens behind a stop string
+        if completion.routes is not None:  # some may belong to tokens after a stop string
             self.routes = extended(self.routes, completion.routes[: len(self.tokens)])
         self.num_guided += sum(completion.guided)
         self.num_completions += 1
@@ -96,7 +95,7 @@ class Segment:
         return text
 
     def _append(self, completion: Completion, text: str) -> None:
-        """Append tokens; those that are guided count as said by someone else."""
+        """Append tokens; tokens of a grammar count as not sampled."""
         num = len(completion.tokens)
         guided = completion.guided or [False] * num
         self.text += text
@@ -109,14 +108,14 @@ class Segment:
         self.turn_rewards += [0.0] * num
 
     def begins(self, prompt: str | list[int], urls: Sequence[str]) -> bool:
-        """Return whether a prompt begins with this segment: a text with images, or tokens."""
+        """Return whether a prompt (a text with images, or tokens) begins with this segment."""
         if isinstance(prompt, str):
             images = [image.url for image in self.images]
             return prompt.startswith(self.text) and images == list(urls[: len(images)])
         return prompt[: len(self.tokens)] == self.tokens
 
     def end(self) -> int:
-        """Return the number of tokens up to the last sampled one, that included; 0 if none was."""
+        """Return the number of tokens up to and with the last sampled one; 0: none was sampled."""
         return max((i for i, sampled in enumerate(self.sampled, 1) if sampled), default=0)
 
     def add_reward(self, reward: float) -> None:
@@ -126,19 +125,19 @@ class Segment:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int], **options: bool) -> str:
-    """Return the text of one sequence of tokens. `options`: of the tokenizer's `decode`."""
-    # A str already; the library's annotation has the result of a batch in it, too.
+    """Return the text of tokens. `options` are those of the tokenizer's `decode`."""
+    # It is a str already; the library's annotation also allows the result of a batch.
     return str(tokenizer.decode(tokens, **options))
 
 
 @functools.cache
 def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a model's answers have the messages and channels of harmony."""
+    """Return whether a model answers in harmony, which has messages and channels."""
     return tokenizer.get_added_vocab().keys() >= harmony.TOKENS
 
 
 def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """Return what an answer says: no special tokens, and no thoughts in a channel of their own."""
+    """Return the visible text of an answer: without special tokens and harmony's thoughts."""
     if speaks_harmony(tokenizer):
         return harmony.visible_text(decode(tokenizer, tokens))
     return decode(tokenizer, tokens, skip_special_tokens=True)
@@ -154,9 +153,9 @@ def to_message(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, Any]:
 def decode_after(
     tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int], **options: bool
 ) -> str:
-    """Return what `tokens` add to the text of the tokens before them.
+    """Return the text that `tokens` add to the text of the tokens before them.
 
-    Only the last of those are decoded again, from the nearest one at which a character begins.
+    It decodes the last of these again, from the nearest token at which a character begins.
     """
     border = 0
     context = ""
@@ -194,8 +193,8 @@ class Conversation:
         Args:
             tokenizer: the model's.
             vision: how the model reads images; None: it reads none.
-            row: has what the template gets beside messages.
-            cut_to: of a longer first prompt only so many of its last tokens are kept; 0: all.
+            row: the episode's row, which has tools and template arguments.
+            cut_to: keep only so many last tokens of a longer first prompt; 0: keep all.
         """
         self.cut_to = cut_to
         self.tokenizer = tokenizer
@@ -210,12 +209,12 @@ class Conversation:
             The segment that this prompt continues, or a new one.
 
         Raises:
-            UserError: The template refuses the chat, or its images do not fit.
+            UserError: the template refuses the chat, or its images do not fit.
         """
         text = self.render(messages)
         prompt = self.tokenize_prompt(text, images.of_chat(messages))
         if self.cut_to and not self.segments and not prompt.images:
-            # Its text stays whole, so that a later rendering is found to begin with it.
+            # The text stays whole, because a later rendering has to begin with it.
             prompt = prompt._replace(tokens=prompt.tokens[-self.cut_to :])
         return self.append_prompt(prompt)
 
@@ -223,11 +222,11 @@ class Conversation:
         """Tokenize a prompt as it continues a segment, and append nothing.
 
         Args:
-            prompt: A text with all its special tokens, or tokens.
-            urls: Images of a text, as data URLs. Tokens come without.
+            prompt: a text with all its special tokens, or tokens.
+            urls: images of a text, as data URLs. Tokens have no images.
 
         Raises:
-            UserError: The images are not those that the prompt has places for.
+            UserError: the number of images is not that of the prompt's places for images.
         """
         segment = self._longest(urls, prompt) or Segment()
         if isinstance(prompt, str):
@@ -261,7 +260,7 @@ class Conversation:
         return segment
 
     def _longest(self, urls: Sequence[str], *prompts: str | list[int]) -> Segment | None:
-        """Return the longest segment that a prompt begins with, in all the forms it is given in."""
+        """Return the longest segment that a prompt begins with, in each of its forms."""
         segments = self.segments
         for prompt in prompts:
             segments = [segment for segment in segments if segment.begins(prompt, urls)]
@@ -290,12 +289,12 @@ class Conversation:
     def _encode(self, text: str, before: list[int]) -> list[int]:
         """Return the tokens of `text` as it follows the tokens `before`.
 
-        It is encoded behind the last of them, if that stays the token it is; else behind the token
+        It is encoded after the last of them, if this one stays the same token; else after the token
         that ends a text; else alone.
         """
         for token in (before[-1], self.tokenizer.eos_token_id) if before else ():
             context = "" if token is None else decode(self.tokenizer, [token])
-            if not context or "\ufffd" in context:  # a part of a character has no text
+            if not context or "\ufffd" in context:  # part of a character has no text
                 continue
             ids = chat.encode(self.tokenizer, context + text)
             if ids[:1] == [token]:
@@ -311,7 +310,7 @@ class Conversation:
         return sum(segment.num_guided for segment in self.segments)
 
     def last_completion(self) -> list[int]:
-        """Return the tokens of the last completion, those that guided decoding put there, too."""
+        """Return the tokens of the last completion, with those that a grammar put there."""
         if not self.segments:
             return []
         last = self.segments[-1]
@@ -324,11 +323,17 @@ class Conversation:
     def trajectories(
         self, *, group: int, episode: int, reward: float, info: dict, version: int = 0
     ) -> list[Trajectory]:
-        """Return a trajectory for each segment with sampled tokens, cut behind the last of these.
+        """Return a trajectory for each segment with sampled tokens, up to the last of these.
 
-        All of them carry the episode's `reward`. An episode without sampled tokens is one
-        trajectory without tokens, of the weights that have seen `version` optimizer steps: nothing
-        is trained on, but its reward is one of its group's.
+        All have the episode's `reward`. An episode without sampled tokens is one trajectory without
+        tokens, which is not trained on; its reward counts in its group.
+
+        Args:
+            group: ticket of the prompt.
+            episode: number of the sample in its group.
+            reward: reward of the episode.
+            info: what logs and dumps show of it.
+            version: optimizer steps of the weights, for an episode without sampled tokens.
         """
         trajectories: list[Trajectory] = []
         for segment in self.segments:

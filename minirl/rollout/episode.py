@@ -28,13 +28,12 @@ from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
 from minirl.types.packed import UNSET, Trajectory
 
-MOST_CHARACTERS = 500  # Of a column of a row, for people.
-SHOWN_ELSEWHERE = {"prompt", "rendered_prompt"}  # Columns.
-CANCEL_SECONDS = 1.0  # At least, for what an environment does when it is cancelled.
+MOST_CHARACTERS = 500  # Of a column of a row that a dump shows.
+CANCEL_SECONDS = 1.0  # The least time that an environment gets to end when it is cancelled.
 
 
 class EnvFailed(Exception):
-    """An environment raised, was too slow, or returned what it must not."""
+    """An environment raised, was too slow, or returned something that is not allowed."""
 
 
 @dataclass(kw_only=True)
@@ -42,16 +41,16 @@ class Episode:
     """An episode and where it stands."""
 
     ticket: int
-    number: int  # Of the sample in its group.
+    number: int  # Number of the sample in its group.
     row: dict
     env: Env = UNSET  # Made when the episode begins.
     conversation: Conversation
-    segment: Segment = UNSET  # The one that goes on, once it has begun.
+    segment: Segment = UNSET  # The current segment, once there is one.
     messages: list[dict] = field(default_factory=list)
-    num_prompt_messages: int = 0  # Of `messages`, those before the first completion.
+    num_prompt_messages: int = 0  # Number of `messages` before the first completion.
     sampling: Sampling
     request: Request | None = None  # For the completion that is being sampled.
-    turn: int = 0  # Completions so far.
+    turn: int = 0  # Number of completions so far.
     answer: str = ""  # The last completion as a text.
     stopped: bool = False  # The last completion ended with a stop token.
     truncated: bool = False
@@ -60,8 +59,8 @@ class Episode:
     is_dropped: bool = False  # It has failed, and is left out of its group (env.on_error drop).
     info: dict[str, float] = field(default_factory=dict)
     endpoint: dict[str, float] = field(default_factory=dict)  # What the endpoint says of an agent.
-    refusal: str = ""  # Of an agent's last request that the endpoint refused.
-    # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
+    refusal: str = ""  # Why the endpoint refused an agent's last request, if it did.
+    # Returns the trajectories, and waits for the rewards. None: the episode has not ended.
     outcome: Callable[[], list[Trajectory]] | None = None
 
     def num_sampled(self) -> int:
@@ -76,10 +75,10 @@ class EpisodeRunner:
     """Runs the episodes of a rank.
 
     Attributes:
-        threads: for calls of environments that are not asynchronous.
-        pool: of threads in which episodes that have ended are scored.
+        threads: bounds the threads that call environments that are not asynchronous.
+        pool: threads that score episodes that have ended.
         failures: why episodes failed.
-        refusals: of each episode with a request that the endpoint refused, the last one.
+        refusals: the last refusal of each episode that the endpoint refused a request.
     """
 
     def __init__(
@@ -97,11 +96,10 @@ class EpisodeRunner:
         Args:
             engine_loop: samples completions.
             rewards: score episodes that have ended.
-            cfg: of the program. Its seed is that of all samples, together with ticket, number and
-                turn.
-            endpoint: that of minirl/endpoint, for agents.
+            cfg: the program's config. Seed, ticket, number and turn give the seed of each sample.
+            endpoint: the endpoint (minirl/endpoint) that agents ask.
             make_env: makes the environment of an episode.
-            makes_in_thread: it may block, and does not mind where it is called.
+            makes_in_thread: call `make_env` in a thread, because it may block.
         """
         self.engine_loop = engine_loop
         self.rewards = rewards
@@ -110,8 +108,11 @@ class EpisodeRunner:
         self.seed = cfg.seed
         self.endpoint = endpoint
         self.makes_agents = endpoint is not None
-        self.make_env = make_env
-        self.makes_in_thread = makes_in_thread
+
+        async def make_here() -> Env:
+            return make_env()
+
+        self.make_env = make_env if makes_in_thread else make_here
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.failures: list[str] = []
@@ -125,13 +126,27 @@ class EpisodeRunner:
         return troubles
 
     async def run(self, e: Episode) -> None:
-        """Run an episode to its end, from wherever it stands.
+        """Run an episode to its end.
 
         Raises:
             UserError: the environment failed, and env.on_error is raise.
         """
         try:
-            await self._run_to_end(e)
+            e.env = await self._call(self.make_env, name="its constructor")
+            if e.env.needs_policy:
+                e.env.policy = PolicyInfo(
+                    tokenizer=e.conversation.tokenizer,
+                    max_tokens=e.sampling.max_tokens,
+                    max_length=e.sampling.context(self.engine_loop.engine.cfg.max_model_len),
+                    temperature=e.sampling.temperature,
+                )
+            try:
+                if isinstance(e.env, Agent):
+                    await self._run_agent(e, e.env)
+                else:
+                    await self._run_turns(e)
+            finally:
+                await self._call(e.env.close)
         except (EnvFailed, BadImage) as failure:
             e.error = str(failure)
             if e.refusal:
@@ -141,12 +156,12 @@ class EpisodeRunner:
             if self.cfg.on_error == "raise":
                 raise UserError(
                     f"env.name = {self.cfg.name} failed: {e.error}, in an episode of "
-                    f"{str(e.row)[:200]}; mend it, or set env.on_error reward or drop"
+                    f"{str(e.row)[:200]}; fix it, or set env.on_error reward or drop"
                 ) from failure
             self._apply_result(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
 
     def score(self, e: Episode) -> Answer | None:
-        """Score the last answer of an episode, as far as others of its group do not matter.
+        """Score the last answer of an episode by functions that do not compare its group.
 
         Called in a thread.
 
@@ -179,11 +194,11 @@ class EpisodeRunner:
         """Let functions compare the answers of a group. Called in a thread.
 
         Args:
-            episodes: of a group, which have ended.
-            answers: `score` of each.
+            episodes: episodes of a group that have ended.
+            answers: what `score` returned for each of them.
 
         Returns:
-            The trajectories of each.
+            The trajectories of each episode.
 
         Raises:
             UserError: a reward function failed.
@@ -194,7 +209,7 @@ class EpisodeRunner:
         return [self._trajectories(e, answer) for e, answer in zip(episodes, answers, strict=True)]
 
     def _messages_since_prompt(self, e: Episode) -> list[dict]:
-        """Return what was said since the prompt, if it was said in messages."""
+        """Return the messages after the prompt, if the episode is a chat."""
         if isinstance(e.env, Agent):
             return e.conversation.segments[-1].messages if e.conversation.segments else []
         since = e.messages[e.num_prompt_messages :]
@@ -203,12 +218,16 @@ class EpisodeRunner:
         return [*since[:-1], {**since[-1], "content": e.answer}]  # without special tokens
 
     def _trajectories(self, e: Episode, answer: Answer | None) -> list[Trajectory]:
-        """Return the trajectories of an episode; `answer`: its last one, if it was scored."""
+        """Return the trajectories of an episode; `answer` is its last answer, if it was scored."""
         if e.is_dropped:
             return []
+        columns = {}
+        for name, value in e.row.items():
+            if name not in ("prompt", "rendered_prompt") and value is not None:
+                columns[str(name)] = str(value)[:MOST_CHARACTERS]
         info = {
             "prompt": plain(e.row["prompt"]),
-            "row": _describe_columns(e.row),
+            "row": columns,
             "completion": e.answer,
             "source": e.row.get("data_source"),
             "stopped": e.stopped and not e.truncated,
@@ -217,9 +236,9 @@ class EpisodeRunner:
             "refusal": e.refusal,
         }
         if self.cfg.name != "single_turn":
-            # The whole text, because what the row asks for need not be in the last completion.
+            # The whole text, because the answer to the row need not be in the last completion.
             info["completion"] = "\n".join(s.text for s in e.conversation.segments)
-            info["last_turn"] = e.answer  # What reward functions get, if there are any.
+            info["last_turn"] = e.answer  # Reward functions get this text.
             info["env"] = {
                 "turns": e.turn,
                 "truncated": float(e.truncated),
@@ -239,39 +258,23 @@ class EpisodeRunner:
             version=self.engine_loop.version,
         )
 
-    async def _run_to_end(self, e: Episode) -> None:
-        if e.env is UNSET:
-            e.env = await self._make_env()
-        if e.env.needs_policy:
-            e.env.policy = PolicyInfo(
-                tokenizer=e.conversation.tokenizer,
-                max_tokens=e.sampling.max_tokens,
-                max_length=e.sampling.context(self.engine_loop.engine.cfg.max_model_len),
-                temperature=e.sampling.temperature,
-            )
-        try:
-            if isinstance(e.env, Agent):
-                await self._run_agent(e, e.env)
-                return
-            if not e.segment:
-                first = await self._call(e.env.reset, e.row)
-                self._observe(e, Result(observation=first))
-                e.row = {**e.row, "rendered_prompt": e.segment.text}
-            while await self._turn(e):
-                pass
-        finally:
-            await self._call(e.env.close)
-
     # ----------------------------------------------------------------------------------------------
     # a turn
+
+    async def _run_turns(self, e: Episode) -> None:
+        """Let environment and policy take turns until the episode ends."""
+        first = await self._call(e.env.reset, e.row)
+        self._observe(e, Result(observation=first))
+        e.row = {**e.row, "rendered_prompt": e.segment.text}
+        while await self._turn(e):
+            pass
 
     async def _turn(self, e: Episode) -> bool:
         """Sample a completion, and let the environment reply to it.
 
         Returns whether another turn follows. False: this was the last one, or there was no room.
         """
-        if e.request is None:  # Otherwise an interrupted one goes on.
-            e.request = self._next_request(e)
+        e.request = self._next_request(e)
         if e.request is None:
             e.truncated = True
             return False
@@ -285,7 +288,7 @@ class EpisodeRunner:
         e.turn += 1
         vision = e.conversation.vision
         if vision and not set(vision.stop_ids).isdisjoint(completion.tokens):
-            # The engine would take one for the place of an image.
+            # The engine would read such a token as the place of an image.
             e.truncated = True
             return False
         state = State(
@@ -332,7 +335,7 @@ class EpisodeRunner:
         )
 
     def _apply_result(self, e: Episode, result: Result) -> None:
-        """Add what the environment gave for the last completion."""
+        """Add the environment's reward and numbers for the last completion."""
         if not isinstance(result, Result) or not all(
             isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
             for value in (result.reward, *result.info.values())
@@ -348,10 +351,10 @@ class EpisodeRunner:
         e.info = e.info | {name: float(value) for name, value in result.info.items()}
 
     def _observe(self, e: Episode, result: Result) -> None:
-        """Append what the environment shows to the segment that goes on, or to a new one."""
+        """Append the environment's observation to the current segment, or to a new one."""
         observation: Any = result.observation  # Anything: the environment is the user's code.
         is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
-        messages = result.messages  # Of the whole chat: they count, beside an observation too.
+        messages = result.messages  # The whole chat. If there are some, they replace `observation`.
         history = e.messages if messages is None else []
         tokenizer = e.conversation.tokenizer
         if isinstance(observation, str) and not is_unicode(observation):
@@ -359,7 +362,7 @@ class EpisodeRunner:
         if messages is None and (type(observation) is str or is_chat):
             if e.segment and not e.messages:
                 raise EnvFailed(
-                    "it began with tokens or a Raw text and goes on with the message "
+                    "it began with tokens or a Raw text and continues with the message "
                     f"{observation!r}"
                 )
             if is_chat:
@@ -405,40 +408,34 @@ class EpisodeRunner:
             last = e.conversation.last_completion()
             e.answer = read_answer(e.conversation.tokenizer, last)
 
-    async def _make_env(self) -> Env:
-        """Make the environment of an episode. Raises EnvFailed if it cannot be made in time."""
-
-        async def make_here() -> Env:
-            return self.make_env()
-
-        if not self.makes_in_thread:
-            return await self._within_limit("its constructor", make_here())
-        async with self.threads:
-            return await self._within_limit("its constructor", in_thread(self.make_env))
-
-    async def _call(self, function: Callable, *arguments: object) -> Any:
+    async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.
+
+        Args:
+            function: a method of the environment, or what makes it.
+            arguments: its arguments.
+            name: for errors; "": the function's name.
 
         Raises:
             UserError: as the function does.
             EnvFailed: it raised anything else, or was too slow.
         """
-        name = function.__qualname__
+        name = name or function.__qualname__
         if inspect.iscoroutinefunction(function):
             return await self._within_limit(name, function(*arguments))
         async with self.threads:
             return await self._within_limit(name, in_thread(function, *arguments))
 
     async def _within_limit(self, name: str, call: Coroutine) -> Any:
-        """Await a call of the user's code, of this name; raises as `_call` does.
+        """Await a call of the user's code; raises as `_call` does.
 
-        What does not end when it is cancelled ends the run.
+        A call that does not end when it is cancelled ends the run.
         """
         seconds = self.cfg.timeout_seconds
 
         def describe() -> str:
             return (
-                f"env.name = {self.cfg.name}: {name} goes on after env.timeout_seconds = "
+                f"env.name = {self.cfg.name}: {name} still runs after env.timeout_seconds = "
                 f"{seconds:g}, though it was cancelled; let asyncio.CancelledError pass"
             )
 
@@ -449,7 +446,7 @@ class EpisodeRunner:
                     return await call
         except UserError:
             raise
-        # The user's code may raise anything, and only its own episode must end.
+        # The user's code may raise anything, and then only this episode ends.
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if task and task.cancelling():  # by the loop, which is being closed
@@ -461,17 +458,8 @@ class EpisodeRunner:
             raise EnvFailed(f"{name} {problem}") from error
 
 
-def _describe_columns(row: dict) -> dict[str, str]:
-    """Return the columns of a row beside its prompt, for people: as texts that end somewhere."""
-    columns = {}
-    for name, value in row.items():
-        if name not in SHOWN_ELSEWHERE and value is not None:
-            columns[str(name)] = str(value)[:MOST_CHARACTERS]
-    return columns
-
-
 def _check_messages(value: Any) -> None:
-    """Refuse what is no list of messages, or has no characters. Raises EnvFailed."""
+    """Raise EnvFailed if a value is no list of messages, or has half of a surrogate pair."""
     problem = why_no_messages(value)
     if not problem and not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
         problem = "a text has half of a surrogate pair"
@@ -483,7 +471,7 @@ def _check_messages(value: Any) -> None:
 
 
 def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse what an environment sets and the engine would not take. Raises EnvFailed."""
+    """Raise EnvFailed if an environment sets sampling that the engine would not accept."""
     max_tokens = changed.get("max_tokens", 1)
     if type(max_tokens) is not int or max_tokens < 1:
         raise EnvFailed(
@@ -497,7 +485,7 @@ def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
 
 
 def _check_tokens(what: str, values: list | tuple, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse what are no numbers of tokens. Raises EnvFailed, whose message begins with `what`."""
+    """Raise EnvFailed, with a message that begins with `what`, if values are not token ids."""
     for value in values:
         is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if not is_number or not 0 <= value < len(tokenizer):
@@ -507,5 +495,5 @@ def _check_tokens(what: str, values: list | tuple, tokenizer: PreTrainedTokenize
 
 
 def sample_seed(*numbers: int) -> int:
-    """Return a seed of its own for every sample, the same whichever rank generates it."""
+    """Return a seed for each sample, which does not depend on the rank that generates it."""
     return np.random.SeedSequence(numbers).generate_state(1).item()

@@ -46,9 +46,8 @@ class Group:
     ticket: int
     version: int  # Optimizer steps that the weights had seen when it began.
     episodes: list[Episode]
-    tasks: list[asyncio.Task] = field(default_factory=list)  # Of the episodes that run here.
-    # Where reward functions compare the completions: of episodes that have ended, what other
-    # functions gave, by number; and of all, once the last has ended, their trajectories.
+    # Where reward functions compare the completions: for episodes that have ended, by number, the
+    # answers with the scores of other functions; once all have ended, the trajectories of each.
     scored: dict[int, Future[Answer | None]] = field(default_factory=dict)
     compared: Future[dict[int, list[Trajectory]]] | None = None
 
@@ -152,9 +151,6 @@ class GroupScheduler:
         self._error = None
         if self.groups:  # Otherwise the paused requests are another scheduler's.
             self.runner.engine_loop.resume()
-        for group in self.groups.values():
-            if not group.tasks:
-                self._start(group)
         self._finished_versions = [g.version for g in self.groups.values() if g.finished]
         while not (self._error or is_enough(self._finished_versions)):
             while self._num_active < max(1, room):
@@ -177,11 +173,9 @@ class GroupScheduler:
         return finished
 
     def _start(self, group: Group) -> None:
-        """Start a task for each episode that has not ended."""
+        """Start a task for each episode."""
         self.groups[group.ticket] = group
         for episode in group.episodes:
-            if episode.outcome:
-                continue
             self._num_active += 1
             # The engine must not step before all episodes that begin together have made their first
             # request. Nobody knows when an agent, which asks through the endpoint, will do so.
@@ -191,7 +185,6 @@ class GroupScheduler:
             task = asyncio.create_task(self.runner.run(episode), name=name)
             self._episode_of[task] = group, episode
             task.add_done_callback(self._ended.put_nowait)
-            group.tasks.append(task)
 
     async def _collect_finished(self, seconds: float) -> None:
         """Wait for the next episode to end, at most so many seconds, and have it scored."""

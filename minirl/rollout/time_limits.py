@@ -1,4 +1,4 @@
-"""Time limits of code that the config names, outside a rollout."""
+"""Time limits for code that the config names, outside a rollout."""
 
 import contextlib
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def limited_imports(
         names = ", ".join(f"{setting} = {value}" for setting, value in named.items())
         return (
             f"one of {names} takes longer than timeout_minutes = {cfg.timeout_minutes:g} to "
-            "import, or an environment to be made; mend its file, or raise timeout_minutes"
+            "import, or an environment to be made; fix its file, or raise timeout_minutes"
         )
 
     return watch.limit(60 * cfg.timeout_minutes, describe)
@@ -64,7 +64,7 @@ def in_time(
     def describe() -> str:
         return (
             f"algo.advantage = {cfg.algo.advantage} takes longer than timeout_minutes = "
-            f"{cfg.timeout_minutes:g}; mend it"
+            f"{cfg.timeout_minutes:g}; make it faster"
         )
 
     @wraps(estimator)
@@ -85,7 +85,7 @@ def make_in_time(make_env: Callable[[], Env], cfg: EnvConfig, watch: Oversight) 
     def describe() -> str:
         return (
             f"env.name = {cfg.name}: its constructor takes longer than env.timeout_seconds = "
-            f"{cfg.timeout_seconds:g}; mend it, or raise env.timeout_seconds"
+            f"{cfg.timeout_seconds:g}; fix it, or raise env.timeout_seconds"
         )
 
     with watch.limit(cfg.timeout_seconds, describe):
