@@ -120,11 +120,11 @@ def _cut(lengths: np.ndarray, device: torch.device) -> Chunks:
     for step in range(num_chunks.max()):
         members = order[num_chunks[order] > step]
         within = step * CHUNK + np.arange(CHUNK)
-        of_step = starts[members, None] + within
+        here = starts[members, None] + within
         filled = within < lengths[members, None]
         first_place = sum(counts) * CHUNK
-        places[of_step[filled]] = first_place + np.flatnonzero(filled)
-        rows.append(np.where(filled, of_step, num_rows))
+        places[here[filled]] = first_place + np.flatnonzero(filled)
+        rows.append(np.where(filled, here, num_rows))
         counts.append(len(members))
     return Chunks(
         rows=on_device(np.concatenate(rows), device),

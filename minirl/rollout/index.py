@@ -1,15 +1,15 @@
-"""Tables beside dumped trajectories, by which 100,000 of them can be searched without reading them.
+"""Tables of dumped trajectories, to search 100,000 of them without reading them.
 
 `rollout.dump` leaves these files of each step and rank in <output>/rollouts:
 
     step-N-rank-R.jsonl   The trajectories that the rank sampled, one a line (records.py).
     step-N-rank-R.npz     `sampled`: a row of numbers for each of these lines. `trained`: a row for
                           each trajectory that the rank trained on, which others may have sampled.
-    step-N-rank-R.npy     float32 [T, 3]: what the trainer said of each token that the rank trained
-                          on, the trajectories of `trained` end to end. A row is advantage, log-prob
-                          and entropy, before the step's first update; nan: it was not computed.
+    step-N-rank-R.npy     float32 [T, 3]: a row for each token that the rank trained on, the
+                          trajectories of `trained` end to end: advantage, log-prob and entropy,
+                          before the step's first update; nan: it was not computed.
 
-and `tokenizer.json` of the policy. A row of `trained` belongs to the line of any rank with the same
+and the policy's `tokenizer.json`. A row of `trained` belongs to the line of any rank with the same
 group, episode and segment.
 """
 
@@ -28,14 +28,14 @@ SAMPLED = np.dtype(
         ("group", "<i8"),
         ("episode", "<i4"),
         ("segment", "<i4"),
-        ("start", "<i8"),  # First byte of the line, and how many it has, without the line feed.
-        ("num_bytes", "<i8"),
+        ("start", "<i8"),  # First byte of the line.
+        ("num_bytes", "<i8"),  # Bytes of the line, without the line feed.
         ("num_tokens", "<i4"),
         ("num_sampled", "<i4"),
-        ("reward", "<f8"),  # As the environment and the reward functions gave it.
-        ("shaped", "<f8"),  # As the section `reward` of the config has shaped it.
+        ("reward", "<f8"),  # From the environment and the reward functions.
+        ("shaped", "<f8"),  # After the config's section `reward` has shaped it.
         ("staleness", "<i4"),  # Optimizer steps since the oldest token was sampled.
-        ("stopped", "?"),  # The last answer ended by itself, and no limit cut it or the episode.
+        ("stopped", "?"),  # The last answer ended by a stop token, and no limit cut the episode.
         ("failed", "?"),
         ("equal", "?"),  # All answers of the group have one reward.
     ]
@@ -50,7 +50,7 @@ TRAINED = np.dtype(
         ("mismatch", "<f4"),  # Largest |trainer - engine| of a sampled token, nats.
         ("mean_mismatch", "<f4"),
         ("entropy", "<f4"),  # Mean over the sampled tokens, nats.
-        ("advantage", "<f4"),  # The same.
+        ("advantage", "<f4"),  # Mean over the sampled tokens.
     ]
 )
 VALUES = ("advantage", "logprob", "entropy")  # The columns of the file of tokens.
@@ -68,7 +68,7 @@ class Part(NamedTuple):
 
 
 def part_of(folder: Path, step: int, rank: int) -> Part:
-    """Return the paths of the files of a step and rank, whether they exist or not."""
+    """Return the paths of the files of a step and rank; the files need not exist."""
     name = f"step-{step}-rank-{rank}"
     return Part(
         step,
@@ -80,7 +80,7 @@ def part_of(folder: Path, step: int, rank: int) -> Part:
 
 
 def parts(folder: Path) -> list[Part]:
-    """Return the parts whose trajectories are in a folder, by step and rank."""
+    """Return the parts in a folder that have trajectories, by step and rank."""
     found = []
     for path in folder.glob("step-*-rank-*.jsonl"):
         match = re.fullmatch(r"step-(\d+)-rank-(\d+)\.jsonl", path.name)
@@ -90,16 +90,16 @@ def parts(folder: Path) -> list[Part]:
 
 
 def remove(part: Part) -> None:
-    """Remove the files of a part; the tables first, so that none speaks of a missing file."""
+    """Remove the files of a part; the tables first, which refer to the other files."""
     for path in (part.table, part.values, part.lines):
         path.unlink(missing_ok=True)
 
 
 def write_tables(part: Part, sampled: np.ndarray, trained: np.ndarray, values: np.ndarray) -> None:
-    """Write the tables of a part: the tokens' first, because the others tell of them.
+    """Write the tables of a part: first the table of tokens, which the others refer to.
 
     Args:
-        part: whose files.
+        part: the files' paths.
         sampled: SAMPLED [N].
         trained: TRAINED [M].
         values: float32 [T, 3].
@@ -109,7 +109,7 @@ def write_tables(part: Part, sampled: np.ndarray, trained: np.ndarray, values: n
 
 
 def _write(path: Path, save: Callable[[IO[bytes]], None]) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file in one move, so that no part of it is ever there."""
     buffer = io.BytesIO()
     save(buffer)
     partial = path.with_name(f"{path.name}.partial")
@@ -118,7 +118,7 @@ def _write(path: Path, save: Callable[[IO[bytes]], None]) -> None:
 
 
 def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return `sampled` and `trained` of a part; None: the step is not done, or of an older run."""
+    """Return `sampled` and `trained` of a part; None: the step is unfinished, or has no tables."""
     try:
         with np.load(part.table, allow_pickle=False) as tables:
             return tables["sampled"].astype(SAMPLED), tables["trained"].astype(TRAINED)
@@ -134,7 +134,7 @@ def read_line(part: Part, row: np.ndarray) -> bytes:
 
 
 def read_values(part: Part, row: np.ndarray) -> np.ndarray:
-    """Return what the trainer said of the tokens of a row of `trained`, float32 [L, 3]."""
+    """Return the values of the tokens of a row of `trained`, float32 [L, 3]."""
     values = np.load(part.values, mmap_mode="r", allow_pickle=False)
     start = int(row["start"])
     return np.array(values[start : start + int(row["num_tokens"])])
@@ -149,7 +149,7 @@ def places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def make_sampled(rows: list[tuple]) -> np.ndarray:
-    """Return SAMPLED [N] of rows without `equal`, which is found out here: groups are whole."""
+    """Return SAMPLED [N] from rows without `equal`, which follows from them: groups are whole."""
     sampled = np.array([(*row, False) for row in rows], SAMPLED)
     _, groups = np.unique(sampled["group"], return_inverse=True)
     num_groups = groups.max(initial=-1) + 1

@@ -1,7 +1,7 @@
 """Trajectories on disk: a file `step-N-rank-R.jsonl` for each step and rank, one object a line.
 
     group, episode, segment, version   integers, as in types.Trajectory
-    reward      number: of the whole episode, as the environment and the reward functions gave it,
+    reward      number: the whole episode's reward, from the environment and the reward functions,
                 before reward.* shapes it
     tokens      list of L integers
     sampled, logprobs, rewards, versions
@@ -10,13 +10,13 @@
     images      list of [place of the first token, number of tokens, data URL]
     routes      as in types.Trajectory: {"dtype", "shape", "data" in base 64}; null: none were
                 recorded (algo.router_replay)
-    info        object for people and metrics: prompt (the row's), completion (the answer, or the
+    info        object for people and metrics: prompt (of the row), completion (the answer, or the
                 whole text of an environment's episode), row (its other columns, cut), source,
                 stopped, error, refusal, score, rewards of each function, env, ...
 
-`rollout.dump` writes them with tables beside them (index.py), `rollout.replay` trains on them
-again, `python -m minirl.rollout.show FILE` prints them, and `python -m minirl.view RUN` shows them
-in a browser.
+`rollout.dump` writes them with tables (index.py), `rollout.replay` trains on them again,
+`python -m minirl.rollout.show FILE` prints them, and `python -m minirl.view RUN` shows them in a
+browser.
 """
 
 import json
@@ -40,16 +40,17 @@ from minirl.types.packed import Trajectory
 def write_step(
     trajectories: list[Trajectory], folder: Path, step: int, mesh: World
 ) -> list[tuple[int, int]]:
-    """Write this rank's file of a step; the folder is made if it is missing.
+    """Write this rank's file of a step; make the folder if it is missing.
 
-    Files that more ranks have left of the same step are removed: they hold the same groups.
+    A run with more ranks may have left files of the same step, which are removed: they hold the
+    same groups.
 
     Returns:
-        Where the line of each trajectory begins in the file, and its bytes.
+        For each trajectory, where its line begins in the file, and the line's bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = index.part_of(folder, step, mesh.rank)
-    part.table.unlink(missing_ok=True)  # of another run, which has left this step
+    part.table.unlink(missing_ok=True)  # another run may have left it
     lines = [json.dumps(to_record(t), default=np.ndarray.tolist) for t in trajectories]
     write_whole(part.lines, "".join(f"{line}\n" for line in lines))
     if mesh.rank == 0:
@@ -67,7 +68,7 @@ def drop_steps(folder: Path, first: int) -> None:
 
 
 def to_record(t: Trajectory) -> dict:
-    """Return a trajectory as a line has it, with arrays, which `json` takes by their `tolist`."""
+    """Return a trajectory as an object for JSON, with arrays, which have a `tolist`."""
     return {
         "group": t.group,
         "episode": t.episode,
@@ -86,7 +87,7 @@ def to_record(t: Trajectory) -> dict:
 
 
 def from_record(record: dict) -> Trajectory:
-    """Return the trajectory of a line. Raises the errors that `read_file` catches."""
+    """Return the trajectory of a line. It raises the errors that `read_file` catches."""
     arrays = to_arrays(record | {"turn_rewards": record["rewards"]})
     _check_arrays(arrays, record["reward"])
     return Trajectory(
@@ -96,7 +97,7 @@ def from_record(record: dict) -> Trajectory:
         version=record["version"],
         reward=record["reward"],
         images=[ImageSpan(*image) for image in record["images"]],
-        routes=routes.from_json(record.get("routes")),  # None in files from before there were any
+        routes=routes.from_json(record.get("routes")),  # Older files have no routes.
         info=record["info"],
         **arrays,
     )
@@ -110,7 +111,7 @@ def read_file(path: Path) -> Iterator[Trajectory]:
     """
     for number, line in enumerate(read_text(path, "rollout.replay:").split("\n"), start=1):
         if not line:
-            continue  # behind the last line feed
+            continue  # after the last line feed
         try:
             yield from_record(parse_json(line))
         except (KeyError, OverflowError, TypeError, ValueError) as error:
@@ -121,7 +122,7 @@ def read_file(path: Path) -> Iterator[Trajectory]:
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], reward: float) -> None:
-    """Raise ValueError for lists of other lengths, and for numbers that are not finite."""
+    """Raise ValueError if lists differ in length, or a number is not finite."""
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     length = len(arrays["tokens"])
     if any(shape != [length] for shape in shapes.values()):
@@ -135,9 +136,9 @@ def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:
     """Refuse a folder without the dumped rollouts of a run's steps, before anything is loaded.
 
     Args:
-        folder: rollout.replay.
-        num_steps: of the run.
-        resume: the run may have had its first steps, which need not be there any more.
+        folder: the value of rollout.replay.
+        num_steps: steps of the run.
+        resume: the run may have done its first steps already, and needs only the last one.
 
     Raises:
         UserError: a step has no file.
@@ -159,7 +160,7 @@ def _files_of(folder: Path, step: int) -> list[Path]:
 
 
 def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
-    """Return this rank's part of a step: whole groups, whichever ranks wrote them.
+    """Return this rank's part of a step: whole groups, from the files of all ranks.
 
     Raises:
         UserError: the folder has no file of this step, or one trajectory twice.
@@ -172,10 +173,10 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
             if key in file_of:
                 raise UserError(
                     f"rollout.replay: group {t.group}, episode {t.episode}, segment {t.segment} is "
-                    f"in {file_of[key]} and in {path}; remove the file that is of another run"
+                    f"in {file_of[key]} and in {path}; remove the file of the other run"
                 )
             file_of[key] = path
             trajectories.append(t)
-    groups = sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size]
-    own = [t for t in trajectories if t.group in groups]
-    return sorted(own, key=lambda t: (t.group, t.episode, t.segment))
+    groups = set(sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size])
+    local = [t for t in trajectories if t.group in groups]
+    return sorted(local, key=lambda t: (t.group, t.episode, t.segment))

@@ -65,7 +65,7 @@ class Group:
         return sum([e.outcome() for e in self.episodes if e.outcome], [])
 
     def trajectories_of(self, number: int) -> list[Trajectory]:
-        """Return the trajectories of an episode whose answer is compared with the others'."""
+        """Return the trajectories of an episode; its answer is compared with others."""
         assert self.compared, "the group is unfinished"
         return self.compared.result()[number]
 
@@ -87,7 +87,7 @@ class StepRollout:
     # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
     # sampling leaves out, episodes that are dropped, requests that an agent gave up.
     discarded_tokens: int
-    unfinished: list[int]  # Tickets whose groups the next step continues, or begins first.
+    unfinished: list[int]  # Tickets of groups that the next step continues, or begins first.
     unfinished_tokens: int  # Tokens that have been sampled for them.
 
     def troubles(self) -> list[str]:
@@ -214,7 +214,7 @@ class GroupScheduler:
                 group.compared = self.runner.pool.submit(self._compare, group)
 
     def _compare(self, group: Group) -> dict[int, list[Trajectory]]:
-        """Return the trajectories of episodes whose answers reward functions compare, by number."""
+        """Let functions compare the answers; return the trajectories of each episode by number."""
         episodes = [e for e in group.episodes if e.number in group.scored]
         answers = [group.scored[e.number].result() for e in episodes]
         trajectories = self.runner.finish_together(episodes, answers)
@@ -338,10 +338,10 @@ class Sampler:
         """Return the groups of a training step. Collective.
 
         The step has rollout.prompts_per_step groups, from those that earlier steps began and from
-        new tickets. Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): groups whose mean reward
-        is not strictly inside rollout.keep_inside are replaced by those of at most
-        rollout.extra_prompts further tickets; if that is not enough, the earliest of them are in
-        after all.
+        new tickets. Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): a group with a mean reward
+        that is not strictly inside rollout.keep_inside is replaced, by groups of at most
+        rollout.extra_prompts further tickets; if these are too few, the step also has the earliest
+        of the replaced groups.
 
         Args:
             first: the first new ticket.

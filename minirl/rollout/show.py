@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def describe(t: "Trajectory") -> str:
-    """Return a trajectory as a text: where it is from, what it earned, prompt and completion."""
+    """Return a trajectory as text: its group and episode, numbers, prompt and completion."""
     place = f"group {t.group} episode {t.episode} segment {t.segment}"
     head = [
         f"── {place}: reward {t.reward:.4g}",

@@ -28,7 +28,7 @@ class Rectangle:
     keys: RowIndex
     filling: Tensor | None  # bool [B, Lq]: queries that only fill; None if there are none.
     # int64 [B, Lq], or [B, 1] of a block that is not causal: the last key that each query sees;
-    # None if that is the one at its own place, or all.
+    # None: the key at the query's place, or all keys.
     last: Tensor | None
 
 
@@ -81,13 +81,13 @@ class AttentionPlan:
     ring).
     """
 
-    # Attention without a window, in parts: each sequence's own rows, and what it sees before them.
-    # On a context ring: own rows with own rows; all rows with the first halves of an earlier rank;
-    # second halves with all rows of a later rank.
+    # Attention without a window, in parts: the rows of each sequence, and the keys that it sees
+    # before them. On a context ring: this rank's rows with each other; all rows with the first
+    # halves of an earlier rank; second halves with all rows of a later rank.
     blocks: tuple[Block, ...]
     windowed: Block | None  # All of it as one causal block, for layers with a sliding window.
-    # Rows of images see the later ones of their own image, too. None: there are none, or the model
-    # is causal there, too. The second is for layers with a window.
+    # Rows of an image see later rows of the same image. None: there are no images, or the model is
+    # causal there, too. The second is for layers with a window.
     images: Block | None
     windowed_images: Block | None
 
