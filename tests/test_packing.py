@@ -24,6 +24,7 @@ from minirl.config.policy import ParallelConfig
 from minirl.types.images import ImageSpan
 from minirl.types.packed import Context, Trajectory
 
+flat = itertools.chain.from_iterable
 CPU = torch.device("cpu")
 
 
@@ -175,17 +176,13 @@ def in_the_loss(batch, parts=None, everywhere=None):
 
 
 def expected_in_the_loss(trajectories):
-    return sorted(
-        (
-            tuple(t.tokens[:i].tolist()),
-            tuple(range(i)),
-            int(t.tokens[i]),
-            float(t.logprobs[i]),
-            float(t.turn_rewards[i]),
-        )
-        for t in trajectories
-        for i in np.flatnonzero(t.sampled)
-    )
+    found = []
+    for t in trajectories:
+        for i in np.flatnonzero(t.sampled):
+            past = (tuple(t.tokens[:i].tolist()), tuple(range(i)))
+            values = (int(t.tokens[i]), float(t.logprobs[i]), float(t.turn_rewards[i]))
+            found.append(past + values)
+    return sorted(found)
 
 
 @pytest.fixture(params=[128, 4], ids=["short prompts", "long prompts"])
@@ -304,32 +301,26 @@ def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
 @pytest.mark.parametrize("multiple", [1, 3, 4])
 def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, multiple):
     whole = groups(SPEC)
-    batches = [
-        pack(
-            whole,
-            CPU,
-            layout=RowLayout(multiple=multiple, windowed=True, context=Context(None, rank, size)),
-        )
-        for rank in range(size)
-    ]
-    assert len({b.sequences.lengths for b in batches}) == 1 and all(
-        len(b.inputs) % multiple == 0 for b in batches
-    )
-    everywhere = torch.cat([b.inputs for b in batches]), torch.cat([b.positions for b in batches])
-    assert sorted(
-        x for b in batches for x in in_the_loss(b, None, everywhere)
-    ) == expected_in_the_loss(whole)
-    assert sorted(
-        x for b in batches for x in in_the_loss(b, [b.attention.windowed], everywhere)
-    ) == expected_in_the_loss(whole)
+    batches = []
+    for rank in range(size):
+        context = Context(None, rank, size)
+        layout = RowLayout(multiple=multiple, windowed=True, context=context)
+        batches.append(pack(whole, CPU, layout=layout))
+    tokens = torch.cat([b.inputs for b in batches])
+    everywhere = tokens, torch.cat([b.positions for b in batches])
     single = pack(whole, CPU)
-    filled = len(batches[0].sequences.loss_tokens) - len(
-        single.sequences.loss_tokens
-    )  # a sequence that fills rows up to the multiple
-    assert all(
-        b.sequences.loss_tokens.tolist() == single.sequences.loss_tokens.tolist() + [0] * filled
-        for b in batches
-    )
+    loss_tokens = single.sequences.loss_tokens.tolist()
+    found = []
+    found_by_windows = []
+    for b in batches:
+        assert b.sequences.lengths == batches[0].sequences.lengths
+        assert len(b.inputs) % multiple == 0
+        # A last sequence may fill rows up to the multiple.
+        filled = len(b.sequences.loss_tokens) - len(loss_tokens)
+        assert b.sequences.loss_tokens.tolist() == loss_tokens + [0] * filled
+        found += in_the_loss(b, None, everywhere)
+        found_by_windows += in_the_loss(b, [b.attention.windowed], everywhere)
+    assert sorted(found) == sorted(found_by_windows) == expected_in_the_loss(whole)
     for aggregation in ("token", "sequence", "fixed"):
         assert sum(normalize.count(b, aggregation) for b in batches).item() == pytest.approx(
             normalize.count(single, aggregation).item(), rel=1e-12
@@ -344,13 +335,12 @@ def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, mul
 def test_work_is_even_over_context_ranks():
     """One sequence of 64 rows: 64 * 65 / 2 = 2080 pairs of query and key, in zigzag 520 for each of
     4 ranks but for the diagonal."""
-    batches = [
-        pack(groups([(1, [64])]), CPU, layout=RowLayout(context=Context(None, rank, 4)))
-        for rank in range(4)
-    ]
-    assert [sum(len(keys) for _, keys in seen(b, positions=torch.arange(64))) for b in batches] == [
-        520
-    ] * 4
+    num_pairs = []
+    for rank in range(4):
+        layout = RowLayout(context=Context(None, rank, 4))
+        batch = pack(groups([(1, [64])]), CPU, layout=layout)
+        num_pairs.append(sum(len(keys) for _, keys in seen(batch, positions=torch.arange(64))))
+    assert num_pairs == [520] * 4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,7 +361,7 @@ def test_partition_is_within_four_thirds_of_the_best(seed):
     lengths = np.random.default_rng(seed).integers(1, 40, 8).tolist()
     for num_ranks in (2, 3):
         (micro,) = partition(lengths, num_ranks, sum(lengths))
-        loads = [sum(lengths[i] for i in members) for members in micro]
+        loads = [sum(map(lengths.__getitem__, members)) for members in micro]
         assert max(loads) <= (4 / 3 - 1 / (3 * num_ranks)) * optimum(lengths, num_ranks)
 
 
@@ -380,13 +370,13 @@ def test_partition_places_each_once_within_budget_on_equally_many_micro_batches(
     lengths = np.random.default_rng(7).integers(1, 41, 60).clip(max=budget).tolist()
     plan = partition(lengths, num_ranks, budget)
     assert all(len(micro) == num_ranks for micro in plan)
-    assert sorted(i for micro in plan for members in micro for i in members) == list(range(60))
-    loads = np.array([[sum(lengths[i] for i in members) for members in micro] for micro in plan])
+    bins = list(flat(plan))
+    assert sorted(flat(bins)) == list(range(60))
+    loads = np.array([sum(map(lengths.__getitem__, members)) for members in bins])
     assert loads.max() <= budget
     least = -(-sum(lengths) // (num_ranks * budget))
-    assert (
-        least <= len(plan) <= 4 / 3 * least + 1
-    )  # no more micro-batches than the bound of the balancing costs
+    # No more micro-batches than the bound of the balancing costs.
+    assert least <= len(plan) <= 4 / 3 * least + 1
     assert loads.max() - loads.min() <= max(lengths)
 
 
@@ -438,15 +428,13 @@ def test_a_group_that_fits_is_one_piece_with_the_prompt_counted_once():
 @pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (2, 300), (4, 10_000), (8, 90)])
 def test_pieces_hold_each_sequence_once_never_mix_prompts_and_keep_the_limits(num_ranks, budget):
     rng = np.random.default_rng(8)
-    rows = [
-        [1000 + g, p, p + int(n)]
-        for g in range(12)
-        for p in [int(rng.integers(1, 40))]
-        for n in rng.integers(1, 50, rng.integers(1, 9))
-    ]
+    rows = []
+    for g in range(12):
+        p = int(rng.integers(1, 40))
+        rows += [[1000 + g, p, p + int(n)] for n in rng.integers(1, 50, rng.integers(1, 9))]
     table = table_of(rows)
     members, sizes = cut(table, num_ranks, budget)
-    assert [i for piece in members for i in piece] == list(range(len(table)))
+    assert list(flat(members)) == list(range(len(table)))
     share = (table[:, 2] - 1).sum() / num_ranks
     for piece, size in zip(members, sizes, strict=True):
         assert len({int(table[i, 0]) for i in piece}) == 1
@@ -500,6 +488,11 @@ BY_RANK = {
 }
 
 
+def on_each(function, plan):
+    """[minibatch][micro-batch] -> the function's result for each trajectory."""
+    return [[list(map(function, micro)) for micro in minibatch] for minibatch in plan]
+
+
 def exchange_all(mesh, budget, num_minibatches):
     """{scheme: [minibatch][micro-batch] -> fields}: the same trajectories, brought by different
     ranks in different order."""
@@ -507,10 +500,8 @@ def exchange_all(mesh, budget, num_minibatches):
     for name, owner in BY_RANK.items():
         own = [t for i, t in enumerate(whole_batch()) if owner(i, mesh.world_size) == mesh.rank]
         plan = exchange(own[:: 1 if name == "in turn" else -1], mesh, budget, num_minibatches)
-        out[name] = [[[fields(t) for t in micro] for micro in minibatch] for minibatch in plan]
-        assert all(
-            len(pack(micro, CPU).inputs) <= budget for minibatch in plan for micro in minibatch
-        )
+        out[name] = on_each(fields, plan)
+        assert all(len(pack(micro, CPU).inputs) <= budget for micro in flat(plan))
     out["nothing"] = exchange([], mesh, budget, num_minibatches)
     return out
 
@@ -524,27 +515,23 @@ def test_exchange_delivers_each_trajectory_once_and_whole_from_any_rank(
     results = ranks(world, exchange_all, budget, num_minibatches)
     expected = sorted(fields(t) for t in whole_batch())
     for result in results:
-        assert all(
-            result[name] == result["in turn"] for name in BY_RANK
-        )  # the plan is one of the trajectories alone
+        # The plan is one of the trajectories alone.
+        assert all(result[name] == result["in turn"] for name in BY_RANK)
         assert result["nothing"] == [[[]]] * num_minibatches
     plans = [r["in turn"] for r in results]
-    assert (
-        sorted(t for plan in plans for minibatch in plan for micro in minibatch for t in micro)
-        == expected
-    )
+    assert sorted(flat(flat(flat(plans)))) == expected
     groups_of = []
     for minibatch in zip(*plans, strict=True):
-        assert (
-            len({len(micros) for micros in minibatch}) == 1
-        )  # FSDP's collectives are in each forward
-        groups_of.append({t[0] for micros in minibatch for micro in micros for t in micro})
-        tokens = [sum(len(t[4][1]) // 4 for micro in micros for t in micro) for micros in minibatch]
+        # FSDP's collectives are in each forward.
+        assert len({len(micros) for micros in minibatch}) == 1
+        groups_of.append({t[0] for t in flat(flat(minibatch))})
+        tokens = []
+        for micros in minibatch:
+            tokens.append(sum(len(t[4][1]) // 4 for t in flat(micros)))
         assert min(tokens) > 0.5 * max(tokens)
     assert len(groups_of) == num_minibatches
-    assert (
-        sum(map(len, groups_of)) == len(set().union(*groups_of)) == 10
-    )  # no group is in two minibatches
+    # No group is in two minibatches.
+    assert sum(map(len, groups_of)) == len(set().union(*groups_of)) == 10
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
 
 
@@ -633,16 +620,12 @@ def every_field(t):
 def exchange_and_twin(mesh):
     own = varied_trajectories(mesh.rank)
     for budget, num_minibatches, whole_groups in ((60, 1, False), (400, 3, False), (900, 2, True)):
-        both = [
-            how(own, mesh, budget, num_minibatches, whole_groups=whole_groups)
-            for how in (exchange, twin)
-        ]
         found, expected = (
-            [[[every_field(t) for t in micro] for micro in batch] for batch in batches]
-            for batches in both
+            on_each(every_field, how(own, mesh, budget, num_minibatches, whole_groups=whole_groups))
+            for how in (exchange, twin)
         )
         assert found == expected and len(found) == num_minibatches
-    return sum(len(micro) for batch in both[0] for micro in batch)
+    return len(list(flat(flat(found))))
 
 
 @pytest.mark.parametrize(
@@ -667,7 +650,8 @@ def exchange_without_rewards(mesh):
         exchange(own, mesh, budget=1)
     except UserError as error:
         refused = str(error)
-    return refused, [t.turn_rewards for (micro,) in exchange(own, mesh, budget=2) for t in micro]
+    received = flat(flat(exchange(own, mesh, budget=2)))
+    return refused, [t.turn_rewards for t in received]
 
 
 def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_rewards_stay_unset():
