@@ -698,17 +698,24 @@ def annotated(policy, rows, images):
     return out
 
 
+def groups_of(step):
+    """The groups that a step of `partial_program` trains on."""
+    return {t[0] for t in step["trajectories"]}
+
+
 @pytest.mark.parametrize("env", ["Talk", "InTokens", "Shows"])
 def test_unfinished_episodes_continue_under_new_weights(on_one_rank, env):
     """Every token's log-prob is that of the weights it was sampled with."""
     (r,) = on_one_rank[env].result()
     steps, *_ = r["runs"]
     assert r["worst"] < 1e-4 and r["mixed"] > 0
-    groups = [sorted({t[0] for t in step["trajectories"]}) for step in steps]
-    assert [len(g) for g in groups] == [4, 4, 4] and len(
-        {g for found in groups for g in found}
-    ) == 12
-    assert [s["left"] for s in steps] == [3, 3, 3] and [s["next"] for s in steps] == [7, 11, 15]
+    trained = set()
+    for step in steps:
+        groups = groups_of(step)
+        assert len(groups) == 4 and not groups & trained
+        trained |= groups
+    assert [s["left"] for s in steps] == [3, 3, 3]
+    assert [s["next"] for s in steps] == [7, 11, 15]
 
 
 def test_a_resumed_run_begins_unfinished_groups_again(on_one_rank):
@@ -718,21 +725,25 @@ def test_a_resumed_run_begins_unfinished_groups_again(on_one_rank):
     assert resumed == again
     unfinished = steps[0]["unfinished"]
     assert len(unfinished) == 3 and resumed[0]["begun"] == 0
-    trained = [{t[0] for t in step["trajectories"]} for step in (steps[0], *resumed)]
+    trained = list(map(groups_of, (steps[0], *resumed)))
     assert trained[1] | trained[2] > set(unfinished)
     assert sum(map(len, trained)) == len(set.union(*trained)) == 12
-    versions = {v for step in resumed for t in step["trajectories"] for v in t[7]}
+    versions = set()
+    for step in resumed:
+        versions.update(*(t[7] for t in step["trajectories"]))
     assert versions == {-1, 1, 2}
 
 
 def test_two_ranks_share_what_is_unfinished(tmp_path):
     folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
     both = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, 2)
-    assert all(again == resumed for _, resumed, again in (r["runs"] for r in both))
-    for n in range(3):
-        groups = [t[0] for r in both for t in r["runs"][0][n]["trajectories"]]
-        assert len(set(groups)) == 4 and [r["runs"][0][n]["left"] for r in both] == [2, 2]
-    assert max(r["worst"] for r in both) < 1e-4
+    for r in both:
+        _, resumed, again = r["runs"]
+        assert again == resumed
+        assert r["worst"] < 1e-4
+    for here, there in zip(both[0]["runs"][0], both[1]["runs"][0], strict=True):
+        assert len(groups_of(here) | groups_of(there)) == 4
+        assert here["left"] == there["left"] == 2
 
 
 def stale_program(mesh, folder, tickets):
@@ -765,8 +776,8 @@ def stale_program(mesh, folder, tickets):
                 "unfinished": rollout.unfinished_tokens,
             }
         )
-        groups = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
-        assert groups == [0, 1, 2], groups
+        evaluated = sum(mesh.gather([t.group for t in evaluation if t.segment == 0]), [])
+        assert sorted(evaluated) == [0, 1, 2]
     sampler.close()
     return steps
 
@@ -825,8 +836,10 @@ def tp_program(mesh, folder, env):
 
 def test_an_engine_on_two_ranks_runs_the_same_episodes(tmp_path):
     leader, follower = ranks(2, tp_program, tiny.make(tmp_path / "model"), {"name": "Talk"})
-    assert follower == [[], []] and [len({t[0] for t in step}) for step in leader] == [3, 3]
-    assert all(sum(t[6]) == 3.0 for step in leader for t in step)
+    assert follower == [[], []]
+    for step in leader:
+        assert len({t[0] for t in step}) == 3
+        assert all(sum(t[6]) == 3.0 for t in step)
 
 
 def agent_program(mesh, folder, tp, name="Caller"):

@@ -160,20 +160,8 @@ def exchange(
     Raises:
         UserError: a trajectory exceeds the budget.
     """
+    # 1. Headers of all ranks' trajectories, sorted.
     trajectories = [t for t in trajectories if len(t.tokens)]
-    headers = _gather_headers(trajectories, mesh)
-    plan = _make_plan(headers, mesh, budget, num_minibatches, whole_groups)
-    received = _send(trajectories, headers, plan, mesh)
-
-    micro_batches: list[list[Trajectory]] = [[] for _ in range(sum(plan.num_micro))]
-    for micro_batch, trajectory in received:
-        micro_batches[micro_batch].append(trajectory)
-    batches = iter(micro_batches)
-    return [list(itertools.islice(batches, num_micro)) for num_micro in plan.num_micro]
-
-
-def _gather_headers(trajectories: list[Trajectory], mesh: Mesh) -> _Headers:
-    """Return the headers of the trajectories of all ranks, sorted. Collective."""
     rows = []
     for number, t in enumerate(trajectories):
         header = _Header(
@@ -191,7 +179,34 @@ def _gather_headers(trajectories: list[Trajectory], mesh: Mesh) -> _Headers:
     tables = mesh.gather_rows(np.array(rows, np.int64).reshape(-1, len(_Header._fields)))
     h: _Headers = _Header(*np.concatenate(tables).T)
     # lexsort takes the last key first.
-    return _take(h, np.lexsort((h.number, h.rank, h.segment, h.episode, h.group)))
+    headers = _take(h, np.lexsort((h.number, h.rank, h.segment, h.episode, h.group)))
+    _, groups = np.unique(headers.group, return_inverse=True)
+    totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
+    group_tokens = totals.astype(np.int64)[groups]
+
+    # 2. Where each trajectory goes.
+    plan = _make_plan(headers, mesh, budget, num_minibatches, whole_groups)
+    headers = _take(headers, plan.header)
+    group_tokens = group_tokens[plan.header]
+
+    # 3. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
+    records: list[list[bytes]] = [[] for _ in range(mesh.data_size)]
+    for place in np.flatnonzero(headers.rank == mesh.rank).tolist():
+        t = trajectories[headers.number[place]]
+        sent = replace(t, versions=None, info={}, group_tokens=int(group_tokens[place]))
+        records[plan.data_rank[place]].append(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+    messages: list[bytes] = []
+    for part in records:
+        messages += [b"".join(part)] * mesh.num_copies
+
+    # 4. What arrives: from each rank, its trajectories in the order of the plan.
+    streams = [io.BytesIO(message) for message in mesh.all_to_all(messages)]
+    micro_batches: list[list[Trajectory]] = [[] for _ in range(sum(plan.num_micro))]
+    for place in np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies).tolist():
+        trajectory: Trajectory = pickle.load(streams[headers.rank[place]])
+        micro_batches[plan.micro_batch[place]].append(trajectory)
+    batches = iter(micro_batches)
+    return [list(itertools.islice(batches, num_micro)) for num_micro in plan.num_micro]
 
 
 def _make_plan(
@@ -226,37 +241,3 @@ def _make_plan(
         data_rank=np.array(data_ranks, np.int64),
         num_micro=num_micro,
     )
-
-
-def _send(
-    trajectories: list[Trajectory], headers: _Headers, plan: _Plan, mesh: Mesh
-) -> list[tuple[int, Trajectory]]:
-    """Send each trajectory to its data-parallel rank, by one all-to-all.
-
-    Returns:
-        The trajectories that arrive here with the numbers of their micro-batches, in the order of
-        the plan.
-    """
-    _, groups = np.unique(headers.group, return_inverse=True)
-    totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
-    group_tokens = totals.astype(np.int64)[groups][plan.header]
-    headers = _take(headers, plan.header)
-
-    # 1. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
-    records: list[list[bytes]] = [[] for _ in range(mesh.data_size)]
-    for place in np.flatnonzero(headers.rank == mesh.rank).tolist():
-        t = trajectories[headers.number[place]]
-        sent = replace(t, versions=None, info={}, group_tokens=int(group_tokens[place]))
-        records[plan.data_rank[place]].append(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
-    messages: list[bytes] = []
-    for part in records:
-        messages += [b"".join(part)] * mesh.num_copies
-
-    # 2. What arrives: from each rank, its trajectories in the order of the plan.
-    streams = [io.BytesIO(message) for message in mesh.all_to_all(messages)]
-    arriving = np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies)
-    received = []
-    for place in arriving.tolist():
-        trajectory: Trajectory = pickle.load(streams[headers.rank[place]])
-        received.append((int(plan.micro_batch[place]), trajectory))
-    return received

@@ -8,7 +8,6 @@ import torch
 from minirl.batch.attention_plan import RowLayout, Sequence, on_device
 from minirl.parallel import context as cp
 from minirl.types.blocks import CHUNK, Chunks, Recurrence, Span
-from minirl.types.packed import Context
 
 
 def build_recurrence(
@@ -57,12 +56,20 @@ def build_recurrence(
 
     gathered = None
     back = None
-    if layout.context:
-        in_order = _gathered(sequences, layout.context)
-        num_gathered = sum(cp.padded(q.num_rows, layout.context) for q in sequences)
-        in_gathered = np.full(num_gathered, num_rows)
-        in_gathered[in_order] = np.arange(num_rows)
-        gathered = on_device(in_order, device)
+    context = layout.context
+    if context:
+        on_rank = [cp.padded(q.num_rows, context) // context.size for q in sequences]
+        rows_per_rank = sum(on_rank)
+        in_order = []
+        first_row = 0
+        for q, num in zip(sequences, on_rank, strict=True):
+            rows = cp.gathered_positions(q.num_rows, first_row, rows_per_rank, context)
+            in_order.append(rows[: q.num_rows])
+            first_row += num
+        order = np.concatenate(in_order)
+        in_gathered = np.full(rows_per_rank * context.size, num_rows)
+        in_gathered[order] = np.arange(num_rows)
+        gathered = on_device(order, device)
         back = on_device(in_gathered, device)
     return Recurrence(
         spans=tuple(spans),
@@ -71,19 +78,6 @@ def build_recurrence(
         gathered=gathered,
         back=back,
     )
-
-
-def _gathered(sequences: list[Sequence], context: Context) -> np.ndarray:
-    """Return where the rows of all sequences, in order, are in the gathered rows of all ranks."""
-    on_rank = [cp.padded(q.num_rows, context) // context.size for q in sequences]
-    rows_per_rank = sum(on_rank)
-    rows = []
-    first = 0
-    for q, num in zip(sequences, on_rank, strict=True):
-        places = cp.gathered_positions(q.num_rows, first, rows_per_rank, context)
-        rows.append(places[: q.num_rows])
-        first += num
-    return np.concatenate(rows)
 
 
 def span_of(

@@ -89,7 +89,13 @@ def to_record(t: Trajectory) -> dict:
 def from_record(record: dict) -> Trajectory:
     """Return the trajectory of a line. It raises the errors that `read_file` catches."""
     arrays = to_arrays(record | {"turn_rewards": record["rewards"]})
-    _check_arrays(arrays, record["reward"])
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    length = len(arrays["tokens"])
+    if any(shape != [length] for shape in shapes.values()):
+        raise ValueError(f"its lists differ in length: {shapes}")
+    numbers = [record["reward"], *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it has a number that is not finite")
     return Trajectory(
         group=record["group"],
         episode=record["episode"],
@@ -119,17 +125,6 @@ def read_file(path: Path) -> Iterator[Trajectory]:
                 f"{path}: line {number} is not a trajectory (rollout/records.py has the form): "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-
-def _check_arrays(arrays: dict[str, np.ndarray], reward: float) -> None:
-    """Raise ValueError if lists differ in length, or a number is not finite."""
-    shapes = {name: list(array.shape) for name, array in arrays.items()}
-    length = len(arrays["tokens"])
-    if any(shape != [length] for shape in shapes.values()):
-        raise ValueError(f"its lists differ in length: {shapes}")
-    numbers = [reward, *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError("it has a number that is not finite")
 
 
 def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:
