@@ -400,9 +400,8 @@ class Play(Env):
             self.e.row["rendered_prompt"] == self.said[0][0]
             and self.trajectories[0].info["prompt"] == self.observations[0]
         )
-        assert [sorted(set(t.versions.tolist()) - {-1}) for t in self.trajectories] == [
-            [n + 11 for n in numbers] for numbers in turns
-        ]
+        for t, numbers in zip(self.trajectories, turns, strict=True):
+            assert sorted(set(t.versions.tolist()) - {-1}) == [n + 11 for n in numbers]
         for i, (segment, numbers, t) in enumerate(
             zip(self.segments, turns, self.trajectories, strict=True)
         ):

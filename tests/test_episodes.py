@@ -3,6 +3,7 @@ sampled is what the trainer would have sampled from."""
 
 import asyncio
 import collections
+import itertools
 import random
 import time
 
@@ -510,9 +511,8 @@ def test_turns_earn_at_their_last_tokens(episodes):
 
 def test_history_rewritten_begins_a_segment(episodes):
     found = episodes["Forgetful"]
-    assert [(g, e, s) for g, e, s, *_ in found["first"]] == [
-        (g, e, s) for g in range(9) for e in range(2) for s in range(2)
-    ]
+    places = [place[:3] for place in found["first"]]
+    assert places == list(itertools.product(range(9), range(2), range(2)))
     for (_, _, segment, *_, reward, _), text in zip(found["first"], found["texts"], strict=True):
         assert reward == 1.0  # of the episode
         assert (
@@ -850,10 +850,8 @@ def agent_program(mesh, folder, tp, name="Caller"):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
     failures = sampler.runner.failures
     sampler.close()
-    worst = max(
-        (mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part),
-        default=0.0,
-    )
+    parts = [found] if tp == 1 else mesh.gather(found)
+    worst = max((mismatch(policy, part) for part in parts if part), default=0.0)
     return (
         worst,
         fields(found),
@@ -877,7 +875,7 @@ def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, 
         and len(failures) == 2
         and "Caller.run raised ValueError: three" in failures[0]
     )
-    assert {(g, e) for g, e, *_ in found} == {(g, e) for g in range(9) for e in range(2)}
+    assert {place[:2] for place in found} == set(itertools.product(range(9), range(2)))
     for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(
         found, info, texts, strict=True
     ):

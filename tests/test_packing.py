@@ -563,9 +563,9 @@ def twin(trajectories, mesh, budget, num_minibatches, *, whole_groups):
         parts = [list(itertools.islice(numbers, size)) for size in sizes]
         batch = []
         for bins in partition(lengths, mesh.data_size, rows):
-            own = [i for piece in bins[mesh.rank // mesh.num_copies] for i in parts[piece]]
+            local = bins[mesh.rank // mesh.num_copies]
             micro_batch = []
-            for number in own:
+            for number in flat(map(parts.__getitem__, local)):
                 t = members[number]
                 micro_batch.append(
                     dataclasses.replace(t, versions=None, info={}, group_tokens=totals[t.group])

@@ -100,7 +100,8 @@ def send(mesh, dtype):
         t.turn_rewards = None if t.group % 3 else t.turn_rewards
     own[0].routes = None
     (micros,) = exchange(own, mesh, 100)
-    return [(t.group, t.episode, t.sampled, t.logprobs, t.routes) for m in micros for t in m]
+    received = sum(micros, [])
+    return [(t.group, t.episode, t.sampled, t.logprobs, t.routes) for t in received]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -361,10 +362,12 @@ def record(mesh, folder):
             early = {output.request_id: output for output in engine.unfinished()}
             engine.abort(["5"])
     assert num_preempted
-    found["3"] = streamed[-1]._replace(
-        tokens=sum((output.tokens for output in streamed), []),
-        logprobs=sum((output.logprobs for output in streamed), []),
-    )
+    tokens = []
+    logprobs = []
+    for output in streamed:
+        tokens += output.tokens
+        logprobs += output.logprobs
+    found["3"] = streamed[-1]._replace(tokens=tokens, logprobs=logprobs)
 
     # What is said of a request before its end is the beginning of what is said then.
     assert "5" in early and "5" not in found and len(found) == 15
