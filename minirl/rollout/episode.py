@@ -60,8 +60,7 @@ class Episode:
     info: dict[str, float] = field(default_factory=dict)
     endpoint: dict[str, float] = field(default_factory=dict)  # What the endpoint says of an agent.
     refusal: str = ""  # Why the endpoint refused an agent's last request, if it did.
-    # Returns the trajectories, and waits for the rewards. None: the episode has not ended.
-    outcome: Callable[[], list[Trajectory]] | None = None
+    has_ended: bool = False  # Its rewards may still be computed.
 
     def num_sampled(self) -> int:
         """Return the number of tokens sampled so far; 0 if the episode was dropped."""

@@ -46,28 +46,27 @@ class Group:
     ticket: int
     version: int  # Optimizer steps that the weights had seen when it began.
     episodes: list[Episode]
-    # Where reward functions compare the completions: for episodes that have ended, by number, the
-    # answers with the scores of other functions; once all have ended, the trajectories of each.
+    # Trajectories of episodes that have ended, by number.
+    results: dict[int, Future[list[Trajectory]]] = field(default_factory=dict)
+    # Where reward functions compare the answers of a group: answers of episodes that have ended, by
+    # number, with the scores of other functions. `results` then has one entry for all.
     scored: dict[int, Future[Answer | None]] = field(default_factory=dict)
-    compared: Future[dict[int, list[Trajectory]]] | None = None
 
     @property
     def finished(self) -> bool:
         """Whether all episodes have ended."""
-        return all(e.outcome for e in self.episodes)
+        return all(e.has_ended for e in self.episodes)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the trajectories of the episodes that have ended; wait for their rewards.
+        """Return the trajectories of a finished group, episode by episode; wait for the rewards.
 
         Raises:
             UserError: a reward function failed.
         """
-        return sum([e.outcome() for e in self.episodes if e.outcome], [])
-
-    def trajectories_of(self, number: int) -> list[Trajectory]:
-        """Return the trajectories of an episode; its answer is compared with others."""
-        assert self.compared, "the group is unfinished"
-        return self.compared.result()[number]
+        trajectories = []
+        for _, result in sorted(self.results.items()):
+            trajectories += result.result()
+        return trajectories
 
     def num_sampled(self) -> int:
         """Return the number of tokens that have been sampled, without those of dropped episodes."""
@@ -202,23 +201,22 @@ class GroupScheduler:
         self._num_active -= 1
         if episode.is_dropped:
             self.runner.engine_loop.discarded_tokens += episode.conversation.num_sampled()
-        if self.runner.rewards.together and not episode.is_dropped:
-            episode.outcome = partial(group.trajectories_of, episode.number)
-            group.scored[episode.number] = self.runner.pool.submit(self.runner.score, episode)
+        episode.has_ended = True
+        pool = self.runner.pool
+        if self.runner.rewards.together:
+            group.scored[episode.number] = pool.submit(self.runner.score, episode)
         else:
-            episode.outcome = self.runner.pool.submit(self.runner.finish, episode).result
+            group.results[episode.number] = pool.submit(self.runner.finish, episode)
         if group.finished:
             self._finished_versions.append(group.version)
             if group.scored:
                 # The pool is first in, first out: what it waits for is done or under way.
-                group.compared = self.runner.pool.submit(self._compare, group)
+                group.results[0] = pool.submit(self._compare, group)
 
-    def _compare(self, group: Group) -> dict[int, list[Trajectory]]:
-        """Let functions compare the answers; return the trajectories of each episode by number."""
-        episodes = [e for e in group.episodes if e.number in group.scored]
-        answers = [group.scored[e.number].result() for e in episodes]
-        trajectories = self.runner.finish_together(episodes, answers)
-        return {e.number: ts for e, ts in zip(episodes, trajectories, strict=True)}
+    def _compare(self, group: Group) -> list[Trajectory]:
+        """Let functions compare the answers of a group, and return its trajectories."""
+        answers = [group.scored[e.number].result() for e in group.episodes]
+        return sum(self.runner.finish_together(group.episodes, answers), [])
 
 
 class Sampler:
