@@ -475,11 +475,11 @@ def make_runner(**env: object) -> EpisodeRunner:
 
 def played(env: Env, runner: EpisodeRunner | None = None) -> Episode:
     runner = runner or make_runner()
+    runner.make_env = lambda: env
     e = Episode(
         ticket=0,
         number=0,
         row={"prompt": "a"},
-        env=env,
         conversation=Conversation(make_tokenizer([])),
         sampling=Sampling(max_tokens=8, stop_token_ids=()),
     )

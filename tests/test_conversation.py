@@ -327,13 +327,13 @@ class Play(Env):
                 env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"),
                 data=DataConfig(system_prompt=self.system),
             ),
+            make_env=lambda: self,
         )
         sampling = Sampling(max_tokens=10**6, stop_token_ids=())
         self.e = Episode(
             ticket=7,
             number=3,
             row={"prompt": self.observations[0]},
-            env=self,
             conversation=Conversation(self.tokenizer),
             sampling=sampling,
         )
