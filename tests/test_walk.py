@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from programs import ROOT, Ended, Running, fork
+from programs import ROOT, Ended, Running
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="two ranks with a CPU engine each"
@@ -17,7 +17,8 @@ BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory) -> Ended:
-    """As a user starts it, with every rule broken in turn, which changes nothing else."""
+    """As a user starts it, with every rule broken in turn. Plain PyTorch agrees afterwards, so the
+    broken ones have changed nothing."""
     folder = tmp_path_factory.mktemp("walk")
     (folder / "temporary").mkdir()
     command = [sys.executable, "-m", "minirl.walk", "--break", *BREAKS]
@@ -66,11 +67,3 @@ def test_each_broken_rule_shows_its_difference(walked):
     for name in ("logprob-temperature", "stale-engine"):
         wrong, right = broken(walked.out, name)["mismatch"]
         assert wrong > 1e-2 and right < 1e-4, name
-
-
-def test_the_same_step_with_no_rule_broken(walked, tmp_path):
-    ended = fork("minirl.walk", [], tmp_path, world=2)
-    assert ended.code == 0, ended.err
-    assert "--break" not in ended.out
-    sides = pairs(ended.out, "plain PyTorch", "minirl")
-    assert sides == pairs(walked.out, "plain PyTorch", "minirl")
