@@ -20,7 +20,7 @@ from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.pacing import GroupState, Pace, deal, spread
-from minirl.train.evaluation import means_of_step
+from minirl.run.metrics import means_of_step
 from minirl.types.packed import Trajectory
 
 CPU = torch.device("cpu")

@@ -37,6 +37,7 @@ from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.time_limits import limited_imports, limited_template, make_in_time
+from minirl.run.evaluation import eval_sampling, evaluate
 from minirl.run.inputs import (
     MAY_BE_LONG,
     ModelFiles,
@@ -45,7 +46,6 @@ from minirl.run.inputs import (
     choose_dtype,
     find_other_model,
 )
-from minirl.train.evaluation import eval_sampling, evaluate
 from minirl.train.policy import Policy
 from minirl.train.reward_model import RewardModel
 

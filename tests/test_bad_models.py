@@ -33,9 +33,9 @@ from minirl.rollout import records
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.run import results
+from minirl.run.evaluation import evaluate
 from minirl.run.inputs import check_output, find_model
 from minirl.supervise.watch import Watch
-from minirl.train.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from minirl.config.validate import (
     validate_sampling,
     validate_supervised,
 )
-from minirl.train.evaluation import eval_sampling
+from minirl.run.evaluation import eval_sampling
 
 
 def check_rl(cfg, world_size):

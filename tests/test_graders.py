@@ -18,7 +18,7 @@ from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.rewards import functions, graders
 from minirl.rewards.graders import GraderLimits, GraderPool, StoppedGrade
-from minirl.train.evaluation import breakdown
+from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
 
 

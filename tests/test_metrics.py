@@ -11,8 +11,7 @@ import torch
 import tiny
 from minirl.plan.cards import CARDS, peak_tflops
 from minirl.plan.shape import read_shape
-from minirl.run.metrics import StepWork, flops
-from minirl.train.evaluation import _deviation
+from minirl.run.metrics import StepWork, _deviation, flops
 from programs import ROOT, fork
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")

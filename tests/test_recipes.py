@@ -38,7 +38,6 @@ from minirl.rollout import pacing, records, show
 from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.pacing import Goal, pull
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
-from minirl.run import generation
 from minirl.run.inputs import find_other_model
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.reward_model import RewardModel
@@ -169,7 +168,7 @@ PARTIAL = as_flags("""
 
 def train(mesh, cases: list[list[str]]) -> None:
     """Run one after the other with one engine, whose start would be most of the time."""
-    make, engines = generation.RolloutEngine, []
+    make, engines = rl.RolloutEngine, []
 
     def shared(cfg, folder, mesh, *, dtype, timer, vision, num_answers, guides, routes):
         if not engines:
@@ -178,7 +177,7 @@ def train(mesh, cases: list[list[str]]) -> None:
         engines[0].timer = timer
         return engines[0]
 
-    generation.RolloutEngine = shared
+    rl.RolloutEngine = shared
     for given in cases:
         name = Path(given[1]).stem.split("_")[0]  # of the recipe
         program, config = SUPERVISED.get(name, (rl.Trainer, RLConfig))

@@ -18,7 +18,7 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.rewards import functions, http
-from minirl.train.evaluation import breakdown
+from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
 from programs import fork
 

@@ -22,7 +22,7 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, first_call
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.conversation import Conversation, Prompt
-from minirl.train.evaluation import breakdown
+from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
 from programs import fork
 

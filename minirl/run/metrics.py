@@ -1,4 +1,4 @@
-"""What a training step is measured by: its speed, its memory, and whether the run still learns.
+"""What a training step is measured by: means over its episodes, speed, memory, and health.
 
 The model FLOPs utilisation counts the work that forward and backward of a model of this size need,
 without what is computed again: 6 for each parameter that a token passes, and 12 for each pair of
@@ -7,9 +7,12 @@ query and key and each feature of the queries (Chowdhery et al. 2022, PaLM, appe
 
 import resource
 import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from minirl.base.errors import UserError
@@ -25,10 +28,113 @@ from minirl.types.packed import Trajectory
 PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}
 # Phases that are not part of the RL steps.
 OUTSIDE_STEPS = ("start", "sft", "evaluate", "export", "checkpoint")
+# Metrics of an episode: the prefix of their names, and their key in its info.
+INFO_METRICS = (
+    ("reward", "rewards"),
+    ("reward", "reward_metrics"),
+    ("graders", "graders"),
+    ("env", "env"),
+    ("endpoint", "endpoint"),
+)
 # Shares of answers, and entropies in nats a token, beyond which a step counts as unhealthy.
 FEWEST_STOPPED = 0.02
 LEAST_ENTROPY = 1e-3
 MOST_ENTROPY = 5.0  # About that of 150 equally likely tokens.
+
+
+def breakdown(
+    episodes: list[Trajectory],
+    threshold: float,
+    mesh: Mesh,
+    more: Iterable[tuple[str, float]] = (),
+) -> dict[str, float]:
+    """Return means over the episodes of all ranks, sorted by name. Collective.
+
+    The means are the same to the bit for every way to spread the episodes over the ranks.
+
+    Args:
+        episodes: one trajectory of each episode of this rank.
+        threshold: the score at which an answer counts as correct.
+        mesh: the ranks.
+        more: further names and values to take means of.
+
+    Returns:
+        The means of `more`, and those that METRICS.md explains: `source/NAME/*` of each data
+        source, `reward/NAME` of each reward function, `graders/*` and `env/*`. For agents also
+        `endpoint/refused`, requests that the endpoint refused; `endpoint/unguided`, answers that it
+        could not hold to a format; `endpoint/outside_loss`, the share of tokens that guided
+        decoding put outside the loss.
+    """
+    gathered = _gather_sorted([*more, *_of_episodes(episodes, threshold)], mesh)
+    return {name: _mean(in_order) for name, in_order in gathered.items()}
+
+
+def _of_episodes(episodes: list[Trajectory], threshold: float) -> list[tuple[str, float]]:
+    """Return the names and values that `breakdown` takes the means of."""
+    values = []
+    for t in episodes:
+        for kind, key in INFO_METRICS:
+            for name, value in t.info.get(key, {}).items():
+                values.append((f"{kind}/{name}", float(value)))
+        source = t.info["source"]
+        if source:
+            score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
+            values += [
+                (f"source/{source}/accuracy", score >= threshold),
+                (f"source/{source}/reward", score),
+            ]
+    return values
+
+
+def _gather_sorted(values: list[tuple[str, float]], mesh: Mesh) -> dict[str, list[float]]:
+    """Return the values of all ranks by name, sorted, names and values. Collective."""
+    by_rank = mesh.gather_named(values)
+    gathered = {}
+    for name in sorted(set().union(*by_rank)):
+        parts = [on_rank[name] for on_rank in by_rank if name in on_rank]
+        gathered[name] = np.sort(np.concatenate(parts)).tolist()
+    return gathered
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _deviation(values: Iterable[float]) -> float:
+    """Return the root of the mean square about the mean, 0 if all values are equal."""
+    values = list(values)
+    mean = _mean(values)
+    if min(values) == max(values):
+        return 0.0
+    return _mean((value - mean) ** 2 for value in values) ** 0.5
+
+
+def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
+    """Return means over the episodes of a training step on all ranks. Collective.
+
+    In addition to the means of `breakdown`: `answer_tokens`, and `longest_answer`, their maximum;
+    `stopped`, the share of answers that ended by themselves; `staleness`, optimizer steps since the
+    oldest token was sampled; `reward`, the score; `shaped_reward`, and its deviation over all
+    episodes (`reward_deviation/all`) and the mean of those within the groups
+    (`reward_deviation/group`); and `equal_groups`, the share of groups with equal rewards.
+    """
+    episodes = [t for t in trajectories if t.segment == 0]
+    values = _of_episodes(episodes, threshold)
+    rewards_of_group: dict[int, list[float]] = defaultdict(list)
+    for t in episodes:
+        rewards_of_group[t.group].append(t.reward)
+        for name in ("answer_tokens", "stopped", "staleness"):
+            values.append((name, t.info[name]))
+        values += [("reward", t.info["score"]), ("shaped_reward", t.reward)]
+    for rewards in rewards_of_group.values():
+        values.append(("equal_groups", min(rewards) == max(rewards)))
+        values.append(("reward_deviation/group", _deviation(sorted(rewards))))
+    gathered = _gather_sorted(values, mesh)
+    means = {name: _mean(in_order) for name, in_order in gathered.items()}
+    means["longest_answer"] = gathered["answer_tokens"][-1]
+    means["reward_deviation/all"] = _deviation(gathered["shaped_reward"])
+    return means
 
 
 def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:

@@ -26,9 +26,8 @@ from minirl.parallel.mesh import Mesh
 from minirl.refit.plan import Planner
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import score_reasoning_gym
-from minirl.rl import Trainer
+from minirl.rl import Generation, Trainer
 from minirl.rollout.sampler import Sampler
-from minirl.run.generation import Generation
 from minirl.run.supervised import warm_start
 from minirl.train.policy import Metrics, Policy
 from minirl.types.packed import UNSET, Packed, Trajectory

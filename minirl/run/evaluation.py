@@ -1,0 +1,104 @@
+"""Accuracy, pass@k and mean reward on held-out prompts."""
+
+import itertools
+
+from minirl.base.errors import UserError
+from minirl.config.shared import EvalConfig, SamplingConfig
+from minirl.data.prompts import Prompts
+from minirl.engine.engine import Sampling
+from minirl.rollout.sampler import Sampler
+from minirl.run.metrics import breakdown
+from minirl.train.reward_model import RewardModel
+
+NUM_SHOWN = 5  # Prompts with answers that people may read.
+
+
+def eval_sampling(cfg: SamplingConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Return how an evaluation samples: as `eval` says, else as `rollout` says."""
+    extra = cfg.eval_extra_tokens
+    return Sampling(
+        max_tokens=cfg.eval.max_tokens or cfg.rollout.max_tokens,
+        stop_token_ids=stop_token_ids,
+        temperature=cfg.eval.temperature,
+        top_p=cfg.rollout.top_p if cfg.eval.top_p is None else cfg.eval.top_p,
+        top_k=cfg.rollout.top_k if cfg.eval.top_k is None else cfg.eval.top_k,
+        min_p=cfg.rollout.min_p,
+        episode_tokens=cfg.env.max_tokens + extra,
+        context_tokens=cfg.engine.max_model_len + extra,
+    )
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Prompts,
+    cfg: EvalConfig,
+    sampling: Sampling,
+    reward_model: RewardModel | None,
+    num_shown: int = NUM_SHOWN,
+) -> dict | None:
+    """Sample `cfg.samples` answers to every prompt and score them. Collective.
+
+    The engine must be awake. The seeds are the same at each call.
+
+    Returns:
+        None: a signal to any rank has interrupted it. Else
+        `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
+        2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
+        reward, answer_tokens, stopped (share of answers that ended by themselves), and what
+        `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
+        `num_shown` prompts, and `last_turn` if an environment has several: the last of its answers,
+        which reward functions grade.
+
+    Raises:
+        UserError: no prompt got an answer.
+    """
+    trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    if trajectories is None:
+        return None
+    # Tokens of a grammar are outside the loss; they are still an answer.
+    num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
+    reasons = [*sampler.runner.failures[:1], *sampler.runner.refusals[-1:]]
+    by_rank = sampler.mesh.gather((num_answers, reasons))
+    if not any(num for num, _ in by_rank):
+        found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
+        why = next(found, "the policy sampled no token in any")
+        raise UserError(
+            f"none of the {len(prompts.rows)} held-out prompts got an answer to evaluate: {why}; "
+            "fix env.name, or give its prompts more room by engine.max_model_len"
+        )
+    if reward_model:
+        reward_model.grade(trajectories)
+    episodes = [t for t in trajectories if t.segment == 0]
+
+    # 1. The means over the answers to each prompt, and whether one of them is correct.
+    values = []
+    for _, group in itertools.groupby(episodes, lambda t: t.group):
+        samples = list(group)
+        correct = [float(t.reward >= cfg.threshold) for t in samples]
+        values_by_name = {
+            "accuracy": correct,
+            "reward": [t.reward for t in samples],
+            "answer_tokens": [t.info["answer_tokens"] for t in samples],
+            "stopped": [t.info["stopped"] for t in samples],
+        }
+        for name, sampled in values_by_name.items():
+            values.append((name, sum(sampled) / len(samples)))
+        values.append((f"pass@{cfg.samples}", max(correct)))
+
+    # 2. Answers to read, in the order of their prompts.
+    answers = {}
+    for t in episodes:
+        if t.group < num_shown and t.episode == 0:
+            answers[t.group] = {
+                "prompt": t.info["prompt"],
+                "answer": t.info["completion"],
+                "reward": t.reward,
+            }
+            if "last_turn" in t.info:
+                answers[t.group]["last_turn"] = t.info["last_turn"]
+    for others in sampler.mesh.gather(answers):
+        answers |= others
+    return {
+        "scores": breakdown(episodes, cfg.threshold, sampler.mesh, values),
+        "answers": [answers[group] for group in sorted(answers)],
+    }
