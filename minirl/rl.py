@@ -267,7 +267,8 @@ class Trainer(BaseTrainer):
     def annotate(self, minibatches: Minibatches) -> None:
         """Add the models' log-probs and values before the step's first update. Collective."""
         algo = self.algo
-        if algo.num_updates > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
+        needs_old = advantages.need_old_logprobs(algo, self.inputs.estimator)
+        if algo.num_updates > 1 or algo.entropy_share or needs_old:
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
             self.ref.annotate(minibatches)

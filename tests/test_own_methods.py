@@ -104,9 +104,9 @@ def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
 
 def test_old_logprobs_are_there_for_an_estimator_by_token(file):
     path = file(ESTIMATORS)
-    assert advantages.need_old_logprobs(AlgoConfig(advantage=f"{path}:last"))
-    assert not advantages.need_old_logprobs(AlgoConfig(advantage=f"{path}:centered"))
-    assert not advantages.need_old_logprobs(AlgoConfig(advantage="gae"))
+    for name, needs in ((f"{path}:last", True), (f"{path}:centered", False), ("gae", False)):
+        cfg = AlgoConfig(advantage=name)
+        assert advantages.need_old_logprobs(cfg, advantages.find(name)) == needs
 
 
 WRONG_ESTIMATORS = {

@@ -224,10 +224,9 @@ def find(name: str) -> Estimator:
 # ------------------------------------------------------------------------- the advantages of a step
 
 
-def need_old_logprobs(cfg: AlgoConfig) -> bool:
+def need_old_logprobs(cfg: AlgoConfig, estimator: Estimator) -> bool:
     """Return whether advantages are made of the policy's log-probs before the step."""
     kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in == "reward"
-    estimator = find(cfg.advantage)
     return kl_in_reward or (estimator.by_token and estimator.reads_old_logprobs)
 
 

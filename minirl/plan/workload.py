@@ -107,7 +107,9 @@ def rl_workload(
     answer = lengths.answer or cfg.env.max_tokens
     num_sequences = cfg.rollout.prompts_per_step * num_samples
     own_logprobs = (
-        algo.num_updates > 1 or algo.entropy_share > 0 or advantages.need_old_logprobs(algo)
+        algo.num_updates > 1
+        or algo.entropy_share > 0
+        or advantages.need_old_logprobs(algo, advantages.find(algo.advantage))
     )
     of_update = math.ceil(num_sequences / algo.updates_per_step)
     engine = None
