@@ -4,7 +4,6 @@ A checkpoint is written under another name, brought to the disk, and renamed whe
 done. Its last file lists the sizes of the others (finding.py).
 """
 
-import base64
 import contextlib
 import functools
 import json
@@ -395,10 +394,10 @@ def random_states() -> dict:
     states = {
         "python": [version, list(python_state), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": _to_text(torch.get_rng_state()),
+        "torch": torch.get_rng_state().tolist(),
     }
     if torch.cuda.is_available():
-        states["cuda"] = _to_text(torch.cuda.get_rng_state())
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
     return states
 
 
@@ -408,14 +407,6 @@ def set_random_states(states: dict) -> None:
     random.setstate((version, tuple(python_state), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    torch.set_rng_state(_from_text(states["torch"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_from_text(states["cuda"]))
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
