@@ -7,7 +7,7 @@ Of a micro-batch with activation checkpointing, on nodes of 8 GPUs. Nothing is m
 
 from benchmarks.fits import MODELS
 from minirl.config.policy import ParallelConfig
-from minirl.model.mixture.mixtures import mixture_of
+from minirl.model.families import mixture_of
 from minirl.plan.shape import read_shape
 
 TOKENS = 16384  # Of a rank.

@@ -29,8 +29,8 @@ from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
-from minirl.model import build, families
-from minirl.model.weight_files import open_weights
+from minirl.model import build, checks, families
+from minirl.model.loading import open_weights
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.first_call import try_rewards
@@ -142,10 +142,10 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.find_folder(cfg.model, "model")
     config = build.read_config(folder)
-    families.check_supported(
+    checks.check_supported(
         config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type
     )
-    families.check_positions(
+    checks.check_positions(
         config,
         f"model = {folder}",
         "engine.max_model_len",

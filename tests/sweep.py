@@ -31,8 +31,7 @@ import tiny
 from harness import RankFailed, ranks
 from minirl.checkpoint import exporting
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import plans
-from minirl.model.families import FAMILIES, REFUSED, ExpertNames, Family, Fused
+from minirl.model.families import DENSE_PLAN, FAMILIES, REFUSED, ExpertNames, Family, Fused
 from minirl.train.policy import Policy
 
 # Sizes by the names that configs have for them; of each family those that its config knows.
@@ -111,7 +110,7 @@ def guess_row(family: str, folder: Path, fused: Fused) -> Family:
     one."""
     row = Family(divided=(), fused=fused)
     if not AutoConfig.for_model(family).get_text_config().base_model_tp_plan:
-        row = row._replace(plan=plans.DENSE)
+        row = row._replace(plan=DENSE_PLAN)
     names = list(load_file(folder / "model.safetensors"))
     found = [re.search(r"layers\.\d+\.(\w+)\.experts\.0\.(\w+)\.weight", name) for name in names]
     matrices = {match[2] for match in found if match}

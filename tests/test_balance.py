@@ -21,8 +21,7 @@ from minirl.batch.exchange import exchange
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
 from minirl.config.validate import validate_lora
-from minirl.model import build
-from minirl.model.mixture import routing
+from minirl.model import build, checks
 from minirl.train.policy import Policy
 from test_gradients import batches_of, exact_norm, trajectories, worst
 from test_routes import EXPERTS, TOP_K, exact_router
@@ -246,11 +245,11 @@ def test_losses_of_sigmoid_routers(tmp_path):
 def test_settings_that_a_model_has_no_routers_for_are_refused(tmp_path, family, settings, words):
     config = build.read_config(tiny.make(tmp_path / "model", family))
     with pytest.raises(UserError, match=words):
-        routing.check(config, PolicyConfig(router=RouterConfig(**settings)))
+        checks.check_routers(config, PolicyConfig(router=RouterConfig(**settings)))
     critic = CriticConfig(router=RouterConfig(**settings))
     with pytest.raises(UserError, match=r"critic\.router"):
-        routing.check(config, critic)
-    routing.check(config, PolicyConfig())
+        checks.check_routers(config, critic)
+    checks.check_routers(config, PolicyConfig())
 
 
 def test_adapters_leave_biases_as_they_are():

@@ -15,7 +15,7 @@ from harness import ranks
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
-from minirl.model import kernels, ring_package
+from minirl.model import flash, kernels
 from minirl.model.attention import Attention
 from minirl.model.kernels import Options
 from test_packing import groups
@@ -131,7 +131,9 @@ def both_rings(mesh):
         lambda q, k, v: Attention.apply(
             q, k, v, None, batch.attention.blocks, Options(0.25), mesh.context
         ),
-        lambda q, k, v: ring_package.ring(q, k, v, batch.attention.blocks[0], 0.25, mesh.context),
+        lambda q, k, v: flash.ring_attention(
+            q, k, v, batch.attention.blocks[0], 0.25, mesh.context
+        ),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         out = ring(*leaves)

@@ -16,8 +16,8 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.batch.recurrence import build_recurrence
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import build
-from minirl.model.hybrid import delta_net, delta_rule, fla_package
+from minirl.model import build, checks
+from minirl.model.hybrid import delta_net, delta_rule
 from minirl.plan.shape import read_shape
 from minirl.train.policy import Policy
 from test_model import CPU, model_batch
@@ -93,7 +93,7 @@ def test_the_convolution_is_torchs_of_each_sequence_behind_its_prompt():
         FEATURES, FEATURES, WIDTH, groups=FEATURES, bias=False, dtype=torch.float64
     )
     x = torch.randn(sum(num for num, _ in SEQUENCES), FEATURES, dtype=torch.float64)
-    every_head = SimpleNamespace(own=lambda weight, parts: weight, parts=None)
+    every_head = SimpleNamespace(local=lambda weight, parts: weight, parts=None)
     got = delta_net.convolve(module, x, recurrence_of(SEQUENCES), every_head)
     parts = x.split([num for num, _ in SEQUENCES])
     for (num, shared), own, y in zip(
@@ -149,14 +149,14 @@ def test_a_batch_that_was_packed_for_another_model_is_refused():
 
 def test_a_mesh_that_does_not_divide_the_heads_is_refused():
     config = AutoConfig.for_model("qwen3_next", linear_num_key_heads=4)
-    delta_net.check_heads(config, tensor=2, context=2)
+    checks.check_heads(config, tensor=2, context=2)
     with pytest.raises(
         UserError,
         match=r"parallel.tensor \* parallel.context = 2 \* 4 = 8 does not divide "
         "linear_num_key_heads = 4 of family 'qwen3_next'",
     ):
-        delta_net.check_heads(config, tensor=2, context=4)
-    delta_net.check_heads(AutoConfig.for_model("qwen3"), tensor=2, context=4)
+        checks.check_heads(config, tensor=2, context=4)
+    checks.check_heads(AutoConfig.for_model("qwen3"), tensor=2, context=4)
 
 
 def test_the_planner_counts_every_parameter(tmp_path):
@@ -174,7 +174,7 @@ def test_the_planner_counts_every_parameter(tmp_path):
 
 def test_kernels_are_for_cuda_and_their_dtypes_alone():
     x = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
-    assert fla_package.delta_rule(x) is None and fla_package.convolution(x) is None
+    assert delta_net.delta_rule_kernel(x) is None and delta_net.convolution_kernel(x) is None
 
 
 def muon_and_adamw(mesh, folder):

@@ -24,6 +24,7 @@ from minirl.batch.packing import pack
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.parallel import fsdp
+from minirl.parallel.regions import local_region
 from minirl.plan import pretend
 from minirl.plan.cards import CARDS
 from minirl.plan.dryrun import Load, trajectories
@@ -53,7 +54,7 @@ QWEN2_VL_WAITS = {
 }
 # The load of experts is a metric of the step.
 LOAD_WAITS = {
-    ("a copy from the device", "model/mixture/balance.py finish < train/policy.py update"): 1
+    ("a copy from the device", "model/mixture/routing.py finish < train/policy.py update"): 1
 }
 OF_STEP = WAITS | LOAD_WAITS
 # Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
@@ -539,7 +540,7 @@ def real_bytes(mesh, folder, parallel, lora):
     cfg = PolicyConfig(dtype="float32", accumulate="sharded", lora=LoraConfig(**lora))
     policy = Policy(cfg, folder, mesh)
     shards = policy.shards()
-    regions = {name: fsdp.local_region(p) for name, p in shards.items()}
+    regions = {name: local_region(p) for name, p in shards.items()}
     found = {"regions": mesh.gather(regions)}
     found["planned"] = regions_of_all_ranks(shards, mesh.world_size, parallel)
     found["parameter_bytes"] = sum(fsdp.local(p).nbytes for p in policy.model.parameters())

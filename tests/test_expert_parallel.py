@@ -18,8 +18,9 @@ from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.config.supervised import SFTConfig
+from minirl.model.checks import check_experts
+from minirl.model.families import experts_of_token
 from minirl.model.mixture import experts
-from minirl.model.mixture.mixtures import check_experts, experts_of_token
 from minirl.parallel import experts as expert_parallel
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy

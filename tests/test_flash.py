@@ -20,7 +20,7 @@ from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
-from minirl.model import attention, build, flash, flash_package, kernels, ring_package
+from minirl.model import attention, build, flash, kernels
 from minirl.model.attention import attend, packed_attention
 from minirl.types.blocks import Options
 from minirl.types.packed import Context
@@ -165,7 +165,7 @@ def choose(monkeypatch):
     """choose(True): everything by FlashAttention; choose(False): by the formula in kernels.py."""
 
     def set_to(by_flash):
-        monkeypatch.setattr(flash, "can", lambda q, options: by_flash)
+        monkeypatch.setattr(kernels, "can_flash", lambda q, options: by_flash)
         monkeypatch.setattr(kernels, "_cpu_can", lambda q, options: False)
 
     return set_to
@@ -452,13 +452,13 @@ def install(monkeypatch):
             monkeypatch.delitem(sys.modules, name, raising=False)
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
-        flash_package.flash2.cache_clear()
-        flash_package.flash3.cache_clear()
+        flash.flash2.cache_clear()
+        flash.flash3.cache_clear()
 
     yield put
     monkeypatch.undo()
-    flash_package.flash2.cache_clear()
-    flash_package.flash3.cache_clear()
+    flash.flash2.cache_clear()
+    flash.flash3.cache_clear()
 
 
 @pytest.fixture
@@ -518,26 +518,26 @@ def test_which_package_is_chosen(install, monkeypatch, flash3_operators):
     narrow = torch.empty(1, 1, 128)
     wide = torch.empty(1, 1, 256)
     install({})
-    assert flash_package.choose(narrow, None) is flash_package.choose(narrow, 50.0) is None
+    assert flash.choose(narrow, None) is flash.choose(narrow, 50.0) is None
     install(fake_flash2("2.8.3") | fake_flash3())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert flash_package.choose(narrow, None) is None
+    assert flash.choose(narrow, None) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert flash_package.choose(narrow, None) == flash_package.choose(wide, None) == 3
-    assert flash_package.choose(narrow, 50.0) == 2
+    assert flash.choose(narrow, None) == flash.choose(wide, None) == 3
+    assert flash.choose(narrow, 50.0) == 2
 
 
 @pytest.mark.usefixtures("deterministic", "flash3_operators", "hopper")
 def test_flash_attention_3_is_not_asked_for_the_determinism_it_lacks(install):
     install(fake_flash3())
-    assert flash_package.choose(torch.empty(1, 1, 192), None) == 3
-    assert flash_package.choose(torch.empty(1, 1, 256), None) is None
+    assert flash.choose(torch.empty(1, 1, 192), None) == 3
+    assert flash.choose(torch.empty(1, 1, 256), None) is None
 
 
 def test_an_old_package_is_refused(install):
     install(fake_flash2("2.6.3"))
     with pytest.raises(UserError, match=r"flash-attn 2\.6\.3 is installed, .*'flash-attn>=2.8'"):
-        flash_package.flash2()
+        flash.flash2()
 
 
 @pytest.mark.parametrize(
@@ -554,9 +554,9 @@ def test_an_old_package_is_refused(install):
 def test_what_flash_attention_can(install, dtype, head_dim, softcap, can):
     q = types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 1, head_dim))
     install({})
-    assert flash.can(q, Options(1.0, softcap=softcap)) == can
+    assert kernels.can_flash(q, Options(1.0, softcap=softcap)) == can
     install(fake_flash2("2.8.3"))
-    assert flash.can(q, Options(1.0, softcap=softcap)) == (can or softcap is not None)
+    assert kernels.can_flash(q, Options(1.0, softcap=softcap)) == (can or softcap is not None)
 
 
 def test_kernels_of_packages_are_known_to_tensors_without_values():
@@ -567,10 +567,10 @@ def test_kernels_of_packages_are_known_to_tensors_without_values():
         sums = torch.empty(3, dtype=torch.int32)
     rest = sums, sums, 4, 5, 0.0, True
     options = {"version": 3, "scale": 1.0, "window_size_left": -1, "window_size_right": 0}
-    out, lse = flash_package.forward(q, k, k, *rest, **options)
+    out, lse = flash.package_forward(q, k, k, *rest, **options)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert lse.shape == (8, 7) and lse.dtype == torch.float32
-    gradients = flash_package.backward(out, q, k, k, out, lse, *rest, **options)
+    gradients = flash.package_backward(out, q, k, k, out, lse, *rest, **options)
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
@@ -605,7 +605,7 @@ def test_selective_checkpointing_keeps_the_results(choose, install, monkeypatch,
 def test_a_ring_with_a_softcap_is_not_for_ring_flash_attn(choose, monkeypatch):
     """It takes none."""
     choose(True)
-    monkeypatch.setattr(ring_package, "kernel", lambda: pytest.fail("asked for its kernel"))
+    monkeypatch.setattr(flash, "ring_kernel", lambda: pytest.fail("asked for its kernel"))
     monkeypatch.setattr(attention.Attention, "apply", lambda q, *rest: q)
     batch = pack([], CPU, layout=RowLayout(context=Context(None, 0, 2, ring=True)))
     q = torch.randn(1, 8, len(batch.inputs), 16)

@@ -13,8 +13,8 @@ from minirl.base.errors import UserError
 from minirl.checkpoint import exporting
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.model import build
-from minirl.model.families import check_supported
-from minirl.model.mixture import mxfp4
+from minirl.model.checks import check_supported
+from minirl.model.loading import dequantise_mxfp4
 from minirl.train.policy import Policy
 from test_rollout import ROWS, sampler_program
 
@@ -75,7 +75,7 @@ def test_values_by_the_specification():
     127."""
     bits = torch.arange(16, dtype=torch.uint8)
     blocks = bits | bits.flip(0) << 4  # pairs of 0 and 15, 1 and 14, ...
-    values = mxfp4.dequantise(blocks[None], torch.tensor([128], dtype=torch.uint8))[::2]
+    values = dequantise_mxfp4(blocks[None], torch.tensor([128], dtype=torch.uint8))[::2]
 
     def by_hand(code):
         sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1

@@ -28,7 +28,7 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
-from minirl.model import build, flash, flash_package, fused, kernels
+from minirl.model import build, flash, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.mixture import experts
 from minirl.parallel.mesh import join_world, make_mesh
@@ -41,10 +41,10 @@ from test_families import mixture_inputs
 from test_packing import groups
 
 needs_flash2 = pytest.mark.skipif(
-    torch.cuda.is_available() and flash_package.flash2() is None, reason="no flash-attn"
+    torch.cuda.is_available() and flash.flash2() is None, reason="no flash-attn"
 )
 needs_liger = pytest.mark.skipif(
-    torch.cuda.is_available() and not fused.has_liger(), reason="no liger-kernel"
+    not torch.cuda.is_available() or not fused.has_liger(), reason="no GPU or no liger-kernel"
 )
 CPU = pytest.param(
     "cpu",
@@ -188,7 +188,7 @@ def test_pairs_of_one_query_equal_the_formula_in_float32(device, context):
             kernels.backward(gradients, dout, q, k, v, out, whole[2], block, Options(0.125))
             return results, gradients
 
-        assert flash.can(inputs[0].bfloat16(), Options(0.125)) == (device.type == "cuda")
+        assert kernels.can_flash(inputs[0].bfloat16(), Options(0.125)) == (device.type == "cuda")
         assert_close(run(torch.bfloat16), run(torch.float32), 0.02)
 
 
@@ -411,17 +411,16 @@ def fused_inputs(device, name):
         query, key = (torch.randn(1, 70, heads, 64, device=device) for heads in (8, 2))
         inputs = [query.transpose(1, 2), key.transpose(1, 2)]  # as the library lays them out
         return fused.LIGER.rotate, fused.rotate_formula, inputs, (angles.cos(), angles.sin())
-    function, formula, shapes, rest = test_fused.CASES[name]
-    wider = [(*shape[:-1], 384) for shape in shapes]
-    return function, formula, [torch.randn(shape, device=device) for shape in wider], rest
+    kind, shapes, rest = test_fused.CASES[name]
+    inputs = [torch.randn((*shape[:-1], 384), device=device) for shape in shapes]
+    return getattr(fused.LIGER, kind), getattr(fused.FORMULAS, kind), inputs, rest
 
 
 @needs_liger
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("name", [*test_fused.CASES, "rotation"])
 def test_liger_kernels_equal_the_formulas_in_float32(device, name, selective):
-    """Selective checkpointing computes them a second time in backward. On the CPU they are the
-    formulas themselves, in bfloat16."""
+    """Selective checkpointing computes them a second time in backward."""
     function, formula, inputs, rest = fused_inputs(device, name)
     inputs = [x.bfloat16() for x in inputs]
     rest = tree_map(lambda x: x.bfloat16() if isinstance(x, torch.Tensor) else x, rest)
@@ -445,11 +444,9 @@ def test_liger_kernels_equal_the_formulas_in_float32(device, name, selective):
 
 
 def three_steps_by(mesh, folder, kernels, checkpointing):
-    """Losses with kernels of the library or of liger, whose formulas run on the CPU."""
+    """Losses with kernels of the library or of liger."""
     from minirl.algo import losses
 
-    if mesh.device.type == "cpu":
-        fused.choose = lambda choice, device: fused.LIGER if choice == "liger" else None
     cfg = PolicyConfig(kernels=kernels, activation_checkpointing=checkpointing)
     policy = Policy(cfg, folder, mesh)
     batch = pack(siblings(), mesh.device, layout=policy.layout)

@@ -18,7 +18,8 @@ from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.model import build
 from minirl.model.adapters import lora
-from minirl.parallel.fsdp import local, local_region
+from minirl.parallel.fsdp import local
+from minirl.parallel.regions import local_region
 from minirl.train.policy import Policy
 from sharded import whole
 from test_families import stay_float64

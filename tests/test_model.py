@@ -27,7 +27,16 @@ from minirl.config.policy import PolicyConfig, ScratchConfig
 from minirl.data import chat
 from minirl.data.messages import to_messages
 from minirl.data.turns import encode_chat
-from minirl.model import attention, build, families, gemma4, kernels, loading, logprob, scratch
+from minirl.model import (
+    attention,
+    build,
+    checks,
+    gemma4,
+    kernels,
+    loading,
+    logprob,
+    scratch,
+)
 from minirl.parallel import fsdp
 from minirl.train.policy import Policy
 from test_packing import groups, seen
@@ -432,7 +441,7 @@ def test_a_family_off_the_allow_list_is_refused_by_name(tmp_path):
         UserError,
         match=r"policy.model = x: family 'gpt2' is not supported; supported are llama, mistral",
     ):
-        families.check_supported(build.read_config(tmp_path), "policy.model = x")
+        checks.check_supported(build.read_config(tmp_path), "policy.model = x")
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):
@@ -442,7 +451,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path):
     }
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="policy.model = x is quantised"):
-        families.check_supported(build.read_config(folder), "policy.model = x")
+        checks.check_supported(build.read_config(folder), "policy.model = x")
 
 
 @pytest.mark.parametrize(
@@ -464,10 +473,10 @@ def test_tensor_parallel_sizes_that_split_a_head_are_refused_with_those_that_wor
         "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 8
     )
     if usable is None:
-        families.check_supported(config, "policy.model = x", tensor_parallel)
+        checks.check_supported(config, "policy.model = x", tensor_parallel)
         return
     with pytest.raises(UserError) as error:
-        families.check_supported(config, "policy.model = x", tensor_parallel)
+        checks.check_supported(config, "policy.model = x", tensor_parallel)
     message = str(error.value)
     assert (
         f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
@@ -483,7 +492,7 @@ def test_heads_that_cannot_share_key_value_heads_are_refused():
     with pytest.raises(
         UserError, match="num_attention_heads = 3 is not a multiple of num_key_value_heads = 2"
     ):
-        families.check_supported(config, "policy.model = x")
+        checks.check_supported(config, "policy.model = x")
 
 
 @pytest.mark.parametrize(
@@ -627,7 +636,7 @@ def test_scratch_model_is_a_function_of_its_seed_and_loads_anywhere(tmp_path):
         AutoModelForCausalLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
     )
-    families.check_supported(model.config, "policy.model")
+    checks.check_supported(model.config, "policy.model")
     assert model.config.vocab_size % 64 == 0
     assert model.config.vocab_size >= len(tokenizer)
     assert model.config.max_position_embeddings == 64

@@ -18,7 +18,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RefitConfig, RLConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine
-from minirl.model import weight_files
+from minirl.model import loading
 from minirl.parallel.fsdp import local
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
@@ -78,7 +78,7 @@ def test_weights_of_other_float_dtypes_are_read(tmp_path, dtype):
 
 
 def count_openings(mesh, folder):
-    with mock.patch.object(weight_files, "safe_open", wraps=weight_files.safe_open) as opened:
+    with mock.patch.object(loading, "safe_open", wraps=loading.safe_open) as opened:
         load(mesh, folder)
     return opened.call_count
 

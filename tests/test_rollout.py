@@ -40,7 +40,7 @@ from minirl.engine.num_seqs import resolve_num_seqs
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
-from minirl.parallel.fsdp import local_region
+from minirl.parallel.regions import local_region
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.sampler import Sampler

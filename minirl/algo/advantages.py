@@ -259,10 +259,15 @@ def assign(
     """
     penalties = [_kl_penalty(batch, cfg) for batch in batches]
     if estimator.by_token:
-        values = [
-            _by_token(batch, penalty, estimator, cfg)
-            for batch, penalty in zip(batches, penalties, strict=True)
-        ]
+        values = []
+        for batch, penalty in zip(batches, penalties, strict=True):
+            rewards = token_rewards(batch, penalty)
+            if cfg.advantage in ESTIMATORS:
+                values.append(estimator(batch, rewards, cfg))
+                continue
+            rows = batch.loss_rows
+            found = call_checked(estimator, cfg.advantage, rows, batch, rewards, cfg)
+            values.append(found.to(rewards.device))
     else:
         table = np.concatenate(
             [
@@ -302,15 +307,6 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
         turns = torch.where(batch.loss_mask, batch.turn_rewards, 0.0).double()
     remaining = to_rows(batch.sequences.rewards - sequence_sums(turns, batch), batch)
     return torch.where(is_last, remaining, 0.0) + turns - penalty
-
-
-def _by_token(batch: Packed, penalty: Tensor, estimator: Estimator, cfg: AlgoConfig) -> Tensor:
-    """Return the advantages [T] of a micro-batch from an estimator of single tokens."""
-    rewards = token_rewards(batch, penalty)
-    if cfg.advantage in ESTIMATORS:
-        return estimator(batch, rewards, cfg)
-    found = call_checked(estimator, cfg.advantage, batch.loss_rows, batch, rewards, cfg)
-    return found.to(rewards.device)
 
 
 def _is_last_token(sequence: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
 from minirl.model import build, families, loading
 from minirl.model.adapters import files, lora, nf4
-from minirl.model.adapters.merge import merge as merge_weight
+from minirl.model.adapters.lora import merge as merge_weight
 from minirl.model.build import CausalModel
-from minirl.model.weight_files import open_weights
+from minirl.model.loading import open_weights
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import LORA_A, LORA_B
@@ -228,7 +228,7 @@ class Base:
         self.model.adapters = self.adapters
         self.weights = open_weights(folder)
         self.trained: dict[str, Tensor] = {}
-        for name, p in lora.trained(self.model).items():
+        for name, p in loading.trained(self.model).items():
             self.trained[name] = torch.empty(p.shape, dtype=wide)
         self.shapes: dict[str, torch.Size] = {}
         for name, t in loading.tensors(self.model).items():

@@ -33,10 +33,9 @@ from minirl.base.files import (
 from minirl.data import chat
 from minirl.model import build, families, loading
 from minirl.model.adapters import files
-from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.regions import CheckpointSlice
+from minirl.parallel.regions import CheckpointSlice, ShardedTensor, collect, regions_of_ranks
 from minirl.train.policy import Policy
 
 # By names of the model's tensors: these tensors, whole and in host memory.

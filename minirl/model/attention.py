@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minirl.model import flash, kernels, ring_package
+from minirl.model import flash, kernels
 from minirl.parallel.context import RingTransfer, gather_keys
 from minirl.types.blocks import Block, Options
 from minirl.types.packed import Context, Packed
@@ -62,7 +62,7 @@ def packed_attention(
         dropout: must be 0.
         sliding_window: number of keys that a query sees, itself included; None or 0: all.
         softcap: c of scores c tanh(s / c).
-        s_aux: sinks [H]: the score of one more key of each head, whose value is 0; of gpt-oss
+        s_aux: sinks [H]: the score of one more key of each head, with the value 0; of gpt-oss
             (arXiv 2508.10925, sec. 2.3). None: there are none.
         **kwargs: other arguments of the interface.
 
@@ -73,10 +73,9 @@ def packed_attention(
         NotImplementedError: the layer asks for something that no kernel here honours.
     """
     asked = {**kwargs, "attention_mask": attention_mask, "dropout": dropout or None}
-    _refuse_unsupported(module, asked)
+    _refuse(module, asked, sliding_window)
     if sliding_window == NOT_PASSED:
         sliding_window = None
-        _refuse_forgotten_window(module)
     # Squeezed, not indexed: the backward of an index copies the whole.
     q = query.squeeze(0).transpose(0, 1)
     k = key.squeeze(0).transpose(0, 1)
@@ -92,14 +91,14 @@ def packed_attention(
     if context and not ring:
         k, v = gather_keys(k, v, context)
     plain = softcap is None and s_aux is None
-    if ring and plain and flash.can(q, options) and ring_package.kernel():
-        out = ring_package.ring(q, k, v, blocks[0], scale, ring)
+    if ring and plain and kernels.can_flash(q, options) and flash.ring_kernel():
+        out = flash.ring_attention(q, k, v, blocks[0], scale, ring)
     else:
         out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
     return out[None, ..., :num_values], None
 
 
-def _refuse_unsupported(module: torch.nn.Module, asked: dict[str, object]) -> None:
+def _refuse(module: torch.nn.Module, asked: dict[str, object], window: int | None) -> None:
     """Raise NotImplementedError if a layer asks for something that no kernel here honours."""
     refused = [name for name in UNSUPPORTED if asked.get(name) is not None]
     if asked.get("is_causal") is False:
@@ -109,18 +108,12 @@ def _refuse_unsupported(module: torch.nn.Module, asked: dict[str, object]) -> No
             f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
             "does not support"
         )
-
-
-def _refuse_forgotten_window(module: torch.nn.Module) -> None:
-    """Raise NotImplementedError if a layer has a window that is in its mask alone, which is None.
-
-    Layers that do without theirs pass None.
-    """
-    window = vars(module).get("sliding_window")
-    if window:
+    # A window that is in the layer's mask alone, which is None. Layers without one pass None.
+    own_window = vars(module).get("sliding_window")
+    if window == NOT_PASSED and own_window:
         raise NotImplementedError(
-            f"{type(module).__name__} has a sliding window of {window}, and does not pass it to "
-            "packed attention"
+            f"{type(module).__name__} has a sliding window of {own_window}, and does not pass it "
+            "to packed attention"
         )
 
 
@@ -180,9 +173,9 @@ def attend(
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Let every row attend to one more key, whose value is 0.
+    """Let every row attend to one more key, with the value 0.
 
-    It only enters the log-sum-exp, so it is added once, behind all blocks. What kernels compute in
+    It only enters the log-sum-exp, so it is added once, after all blocks. What kernels compute in
     backward from the new output and log-sum-exp is then right as it is.
 
     Args:
@@ -201,11 +194,11 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 class Attention(torch.autograd.Function):
     """Attention of queries [T, H, D] to keys and values [M, Hkv, D], block by block.
 
-    The first block has all rows as queries. With `ring`, the blocks are those of a rank's own keys,
+    The first block has all rows as queries. With `ring`, the blocks are those of this rank's keys,
     of an earlier rank's and of a later one's. Keys and values go around the ranks of the context,
     one hop a step, while the ones at hand are used: Liu et al. 2023 (arXiv 2310.01889). In backward
     their gradients travel with them, and are home after R hops. A rank never has the keys of all R
-    ranks at once: for sequences whose keys do not fit.
+    ranks at once: for sequences with keys that do not fit.
     """
 
     @staticmethod
@@ -261,11 +254,11 @@ def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
         for block in blocks:
             yield block, k, v
         return
-    own, earlier, later = blocks
+    local, earlier, later = blocks
     for hop in range(ring.size):
         transfer = RingTransfer([k, v], ring) if hop + 1 < ring.size else None
         # The keys at hand are those of rank `ring.rank - hop`, modulo the size.
-        block = own
+        block = local
         if hop:
             block = earlier if hop <= ring.rank else later
         yield block, k, v

@@ -4,7 +4,6 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,17 +24,17 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minirl.base.errors import UserError, require
-from minirl.base.reading import is_file, library_reads
+from minirl.base.reading import library_reads
 from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.model import attention, families, fused, gemma4, loading, sizes
+from minirl.model import attention, checks, families, fused, gemma4, loading
 from minirl.model.adapters import lora, nf4
 from minirl.model.adapters.files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.hybrid import delta_net
 from minirl.model.logprob import logprob_entropy
-from minirl.model.mixture import experts, mixtures, mxfp4, routing
+from minirl.model.mixture import experts, routing
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all
@@ -45,7 +44,7 @@ from minirl.types.packed import Packed
 
 # What a model's folder must hold -> the pattern of its files.
 _NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
-# Operators whose results selective checkpointing keeps: those that take time.
+# Selective checkpointing keeps the results of these operators: they take time.
 aten = torch.ops.aten
 KEPT = [
     aten.mm.default,
@@ -96,14 +95,10 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     It does not tell of weights in MXFP4, which are read as bfloat16.
 
     Raises:
-        UserError: it cannot be read, or this version of transformers does not know its model type;
-            or it counts more layers or heads than anybody would build.
+        UserError: it cannot be read, or this version of transformers does not know its model type.
     """
-    file = Path(folder) / "config.json"
     with library_reads(f"{folder}/config.json"):
-        if is_file(file):
-            sizes.check_counts(json.loads(file.read_bytes()), str(file))
-        return mxfp4.forget(AutoConfig.from_pretrained(folder))
+        return loading.forget_mxfp4(AutoConfig.from_pretrained(folder))
 
 
 class ScoreHead(nn.Linear):
@@ -145,7 +140,7 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
     """Return the last hidden states, [1, T, H] or this rank's part of the rows.
 
     The tower's outputs for images stand in place of the embeddings of their tokens. Qwen3-VL adds
-    more of them behind the first layers.
+    more of them after the first layers.
     """
     if model.routing:
         model.routing.begin(batch)
@@ -277,7 +272,7 @@ def build_model(
     sequence_parallel: bool,
     base: CausalModel | None = None,
 ) -> CausalModel:
-    """Return a sharded causal language model whose `forward` is `packed_forward`.
+    """Return a sharded causal language model with `packed_forward` as its `forward`.
 
     Args:
         cfg: dtype and memory.
@@ -297,7 +292,7 @@ def build_model(
 
     # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
-    families.check_supported(config, f"policy.model = {folder}")
+    checks.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
     model.routing = routing.install(model, cfg, mesh.tensor.size())
@@ -306,7 +301,11 @@ def build_model(
     for module in never_run(model):
         module.requires_grad_(False)
     if cfg.activation_checkpointing in ("selective", "full"):
-        model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
+        arguments: dict[str, Any] = {"use_reentrant": False}
+        if cfg.activation_checkpointing == "selective":
+            selective = functools.partial(create_selective_checkpoint_contexts, KEPT)
+            arguments["context_fn"] = selective
+        model.gradient_checkpointing_enable(arguments)
         # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a
         # gradient of its outputs that nothing needs.
         model.disable_input_require_grads()
@@ -352,7 +351,7 @@ def _distribute(
     assert tp is None or cfg.lora.quantization == "none", "matrices in four bits are cut"
     ep = ExpertParallel.of(mesh)
     if ep:
-        mixtures.check_divides(config, f"{section_of(cfg)}'s mixture", ep.mesh.size())
+        checks.check_experts_divide(config, f"{section_of(cfg)}'s mixture", ep.mesh.size())
         experts.divide(model, ep)
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())
@@ -392,14 +391,6 @@ def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> No
     lora.start(model)
     if model.adapters and cfg.lora.adapter:
         read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
-
-
-def _checkpointing(which: str) -> dict[str, Any]:
-    """Return the arguments of the library's checkpointing."""
-    arguments: dict[str, Any] = {"use_reentrant": False}
-    if which == "selective":
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
-    return arguments
 
 
 def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool) -> CausalModel:

@@ -11,18 +11,138 @@ through the engine.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.base.errors import require
-from minirl.model import in_engine, plans, sizes
-from minirl.model.family import DENSE, FEATURES, HEADS, ExpertNames, Family, Fused, FusedExperts
-from minirl.model.hybrid.delta_rule import convolution
-from minirl.model.refused import REFUSED
+from minirl.config.policy import ParallelConfig
 from minirl.parallel.regions import CheckpointSlice, Region
 
+HEADS = ("num_attention_heads", "num_key_value_heads")
+# Norms of all heads at once split the features, and attention itself is whole on every rank.
+FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")
+DENSE = (*HEADS, "intermediate_size")
+
+
+class ExpertNames(NamedTuple):
+    """How checkpoint files name experts: `{block}.experts.{number}.{gate, up or down}.weight`."""
+
+    block: str  # What files call the model's `mlp`.
+    gate: str
+    up: str
+    down: str
+
+
+class FusedExperts(NamedTuple):
+    """Checkpoint files have the two fused tensors of a layer's experts, by the model's names."""
+
+    transposed: bool  # As [experts, columns, rows].
+
+
+class Fused(NamedTuple):
+    """What model/fused.py may replace; see `install` there."""
+
+    # RMSNorm: what is added to the weight, and whether the product is rounded, not its factor.
+    norm_offset: float = 0.0
+    norm_wide: bool = False
+    rotary: bool = True  # `apply_rotary_pos_emb` turns halves, and all of them.
+
+
+class Family(NamedTuple):
+    """What minirl has to know of a model family beyond its config."""
+
+    # Config values, or products of them, that parallel.tensor splits.
+    divided: tuple[str, ...] = DENSE
+    # Tensor-parallel styles that the library's own plan lacks.
+    plan: dict[str, str] = {}
+    # Config -> (factor of the head's logits besides 1 / temperature, c where logits are
+    # c * tanh(logits / c) or else None).
+    head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
+    # How files hold experts, which the model keeps as two fused tensors; None: there are none.
+    experts: ExpertNames | FusedExperts | None = None
+    # Its routers score by sigmoid, and a bias moves their choice; else they score by softmax.
+    sigmoid_router: bool = False
+    # Config -> the value, by its name, up to which many tokens vLLM's class computes the library's
+    # model; None or 0: any number.
+    engine_agrees_to: Callable[[PretrainedConfig], dict[str, int | None]] = lambda config: {}
+    # Config -> the values without which vLLM's class computes another model than the library's.
+    engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    # Why a config with a sliding window is refused, and what to do; empty: it is not.
+    refuses_windows: str = ""
+    # Parts of the model's names -> what files have instead; and parts of the files' names -> what
+    # files that the library's newer versions write have instead.
+    files: dict[str, str] = {}
+    newer_files: dict[str, str] = {}
+    fused: Fused = Fused()
+
+
+# --------------------------------------------------------------------------------------------------
+# tensor-parallel styles that the library's own plans lack, by names of modules
+
+TEXT = "model.layers.*."
+TEXT_WITH_IMAGES = "model.language_model.layers.*."  # In a model that reads images.
+
+
+def _plan(prefix: str, *parts: dict[str, str]) -> dict[str, str]:
+    """Return the styles of modules by their whole names, which begin with the prefix."""
+    plan = {}
+    for part in parts:
+        for name, style in part.items():
+            plan[prefix + name] = style
+    return plan
+
+
+def _mlp(block: str) -> dict[str, str]:
+    up = dict.fromkeys((f"{block}.gate_proj", f"{block}.up_proj"), "colwise")
+    return up | {f"{block}.down_proj": "rowwise"}
+
+
+_ATTENTION = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+}
+_MOE = {"mlp.experts": "moe_tp_experts"}
+# Latent attention by heads; what all of them share is whole on every rank.
+_LATENT_ATTENTION = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.q_a_proj": "whole",
+    "self_attn.kv_a_proj_with_mqa": "whole",
+    "self_attn.q_b_proj": "colwise",
+    "self_attn.kv_b_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+}
+# Gated delta nets by heads. The library computes all of them on every rank.
+_DELTA_NET = {
+    "linear_attn": "delta_net",
+    "linear_attn.conv1d": "parts",
+    "linear_attn.in_proj_qkvz": "colwise",
+    "linear_attn.in_proj_ba": "colwise",
+    "linear_attn.in_proj_qkv": "colwise_parts",
+    "linear_attn.in_proj_z": "colwise",
+    "linear_attn.in_proj_b": "colwise",
+    "linear_attn.in_proj_a": "colwise",
+    "linear_attn.out_proj": "rowwise",
+}
+_GEMMA4_MOE = {"router": "router_alone", "router.proj": "whole", "experts": "experts_alone"}
+# The library's plan splits the tower, too. As other towers here it is whole on every rank.
+_GEMMA4_TOWER = dict.fromkeys(
+    ("self_attn.q_norm", "self_attn.k_norm", *_ATTENTION, *_mlp("mlp")), ""
+)
+
+DENSE_PLAN = _plan(TEXT, _ATTENTION, _mlp("mlp"))
+_QWEN3_VL_PLAN = _plan(TEXT_WITH_IMAGES, _ATTENTION, _mlp("mlp"))
+
+
+# --------------------------------------------------------------------------------------------------
+# rows
+
+FUSED = ("gate_up_proj", "down_proj")  # Tensors of all experts of a layer.
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _QWEN2_MOE = ("num_experts", "shared_expert_intermediate_size")
@@ -34,7 +154,7 @@ _GEMMA = Family(
 )
 _GEMMA4 = Family(
     divided=(*DENSE, "num_global_key_value_heads", "vocab_size_per_layer_input", "num_experts"),
-    plan=plans.GEMMA4,
+    plan={"model.embed_tokens_per_layer": "embedding"} | _plan(TEXT, _GEMMA4_MOE),
     head=_GEMMA.head,
     experts=FusedExperts(transposed=False),
     fused=Fused(norm_wide=True, rotary=False),
@@ -51,7 +171,7 @@ _DEEPSEEK = Family(
 # Gated delta nets (model/hybrid/) in most layers. Value heads are a multiple of key heads.
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
-    plan=plans.HYBRID,
+    plan=_plan(TEXT, _DELTA_NET),
     fused=_GEMMA.fused._replace(rotary=False),
 )
 _HYBRID_MOE = _HYBRID._replace(
@@ -59,6 +179,23 @@ _HYBRID_MOE = _HYBRID._replace(
     experts=_EXPERTS,
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
+
+
+def _gpt_oss_values(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what vLLM's class has as constants."""
+    kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    layer_types = kinds[: config.num_hidden_layers]
+    return {"layer_types": layer_types, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def _ministral3_length(config: PretrainedConfig) -> dict[str, int | None]:
+    """Return up to where queries are not scaled by their position, which vLLM's class leaves out.
+
+    The scale is 1 + beta * log(1 + position // original_max_position_embeddings), of Llama 4.
+    """
+    name = "original_max_position_embeddings"
+    return {name: config.rope_parameters[name]}
+
 
 FAMILIES = {
     "llama": _DENSE,
@@ -76,18 +213,22 @@ FAMILIES = {
     "apertus": _DENSE,
     "jais2": _DENSE,
     "ministral": _DENSE,
-    "ministral3": Family(engine_agrees_to=in_engine.ministral3_length),
+    "ministral3": Family(engine_agrees_to=_ministral3_length),
     "olmo": _DENSE,
     "starcoder2": _DENSE,
     "helium": _DENSE._replace(fused=_PARTIAL),
-    "hunyuan_v1_dense": Family(plan=plans.DENSE),
+    "hunyuan_v1_dense": Family(plan=DENSE_PLAN),
     "hyperclovax": Family(head=lambda config: (config.logits_scaling, None)),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4._replace(
-        plan=plans.GEMMA4_VL,
-        # Of the tokens of images, whose inputs of layers vLLM takes from token 0.
+        plan={
+            "model.language_model.embed_tokens_per_layer": "embedding",
+            **_plan(TEXT_WITH_IMAGES, _GEMMA4_MOE),
+            **_plan("model.vision_tower.encoder.layers.*.", _GEMMA4_TOWER),
+        },
+        # vLLM takes the inputs of layers of the tokens of images from token 0.
         engine_values=lambda config: {"pad_token_id": 0},
     ),
     "gemma3": Family(
@@ -106,11 +247,14 @@ FAMILIES = {
     "olmo3": _OLMO,
     "granite": _GRANITE,
     "cohere": _COHERE,
-    "cohere2": _COHERE._replace(engine_agrees_to=in_engine.cohere2_length),
+    # vLLM's window is one token wider.
+    "cohere2": _COHERE._replace(
+        engine_agrees_to=lambda config: {"sliding_window": config.sliding_window}
+    ),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
     "qwen2_moe": Family(
         divided=(*HEADS, *_QWEN2_MOE),
-        plan=plans.QWEN2_MOE,
+        plan=_plan(TEXT, _MOE, _mlp("mlp.shared_expert")),
         experts=_EXPERTS,
         refuses_windows="the library's layers do not say which of them see a window; take a model "
         "with use_sliding_window false",
@@ -126,7 +270,7 @@ FAMILIES = {
     "flex_olmo": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
     "granitemoe": _GRANITE._replace(
         divided=(*HEADS, "num_local_experts"),
-        plan=plans.GRANITE_MOE,
+        plan=_plan(TEXT, _ATTENTION, {"block_sparse_moe.experts": "moe_tp_experts"}),
         experts=FusedExperts(transposed=False),
         files={
             "moe.experts.gate_up_proj": "moe.input_linear.weight",
@@ -136,21 +280,21 @@ FAMILIES = {
     ),
     "hunyuan_v1_moe": Family(
         divided=(*HEADS, "num_experts", "intermediate_size"),
-        plan=plans.HUNYUAN_MOE,
+        plan=_plan(TEXT, _ATTENTION, _MOE, _mlp("mlp.shared_mlp")),
         experts=_EXPERTS,
     ),
     "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK._replace(
-        plan=plans.MLA,
+        plan=_plan(TEXT, _LATENT_ATTENTION),
         fused=_PARTIAL,
     ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
-    "qwen3_vl": Family(plan=plans.QWEN3_VL),
+    "qwen3_vl": Family(plan=_QWEN3_VL_PLAN),
     "qwen3_vl_moe": Family(
         divided=(*HEADS, "num_experts"),
-        plan=plans.QWEN3_VL | {"model.language_model.layers.*.mlp.experts": "moe_tp_experts"},
+        plan=_QWEN3_VL_PLAN | _plan(TEXT_WITH_IMAGES, _MOE),
         experts=FusedExperts(transposed=True),
         # The library always normalises, and vLLM as this says.
         engine_values=lambda config: {"norm_topk_prob": True},
@@ -163,204 +307,61 @@ FAMILIES = {
     ),
     "gpt_oss": Family(
         divided=(*HEADS, "num_local_experts"),
-        plan=plans.GPT_OSS,
+        plan=_plan(TEXT, {"self_attn": "heads"}, _ATTENTION, _MOE),  # Its sinks have heads.
         experts=FusedExperts(transposed=False),
-        engine_values=in_engine.gpt_oss_values,
+        engine_values=_gpt_oss_values,
         fused=Fused(norm_wide=True, rotary=False),
     ),
     "qwen3_next": _HYBRID_MOE,
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID_MOE,
-    "qwen3_5": _HYBRID._replace(plan=plans.HYBRID_VL),
-    "qwen3_5_moe": _HYBRID_MOE._replace(plan=plans.HYBRID_VL),
+    "qwen3_5": _HYBRID._replace(plan=_plan(TEXT_WITH_IMAGES, _DELTA_NET)),
+    "qwen3_5_moe": _HYBRID_MOE._replace(plan=_plan(TEXT_WITH_IMAGES, _DELTA_NET)),
 }
 
-# Of vLLM's kernels of attention, and of latent attention.
-_HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_LATENT_ON_CPU = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_SPARSE = "its indexer chooses the keys of each query, which packed attention does not take"
+
+# Families that users ask for and that minirl refuses, each with the reason.
+REFUSED = {
+    "nemotron": "it does not call the attention interface",
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "kimi_k25": "its attention is compared as deepseek_v3 only, not with its tower for images",
+    "kimi_linear": "its delta attention leaks from one packed sequence into the next",
+    "llama4_text": "its experts have a layout of their own",
+}
 
 
-def check_supported(
-    config: PretrainedConfig,
-    where: str,
-    tensor_parallel: int = 1,
-    max_model_len: int = 0,
-    device: str | None = None,
-) -> None:
-    """Refuse a model that would not work.
-
-    Args:
-        config: the model's config.
-        where: the setting that names the model and its value, for messages.
-        tensor_parallel: ranks of one engine.
-        max_model_len: of the engine, where its log-probs are trained on; else 0.
-        device: type of the engine's device; None where there is no engine.
-
-    Raises:
-        UserError: the config breaks one of the rules below.
-    """
-    _check_config(config, where)
-
-    # What the engine does not run, or computes in another way than the trainer.
-    family = FAMILIES[config.model_type]
-    if device == "cpu":
-        _check_engine_on_cpu(config, where)
-    if device:
-        _check_engine_values(config, where)
-
-    for name, num_tokens in family.engine_agrees_to(config).items():
-        require(
-            not num_tokens or max_model_len <= num_tokens,
-            f"{where}: engine.max_model_len = {max_model_len} is above {name} = {num_tokens}, "
-            f"beyond which vLLM computes another {config.model_type} than the trainer; lower the "
-            "lengths",
-        )
-
-    _check_heads(config, where, tensor_parallel)
+# --------------------------------------------------------------------------------------------------
+# what a config says
 
 
-def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
-    """Refuse what vLLM's CPU build does not run."""
-    values = config.get_text_config().to_dict()
-    for name, size in _LATENT_ON_CPU.items():
-        require(
-            values.get(name, size) == size,
-            f"{where}: {name} = {values.get(name)}, and vLLM's CPU build has latent attention for "
-            f"{size} alone; take another model, or a CUDA device, or train this one without an "
-            "engine (minirl.sft, dpo, kto, rm)",
-        )
-    for head_dim in sizes.of_layers(values, "head_dim"):
-        require(
-            head_dim in _HEAD_DIMS_ON_CPU,
-            f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
-            f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
-            "policy.scratch.head_dim",
-        )
+def head_dim(values: dict) -> int:
+    """Return the size of a head, by the values of a config."""
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
-def _check_engine_values(config: PretrainedConfig, where: str) -> None:
-    """Refuse config values that vLLM's class reads in another way than the library's."""
-    values = config.get_text_config().to_dict()
-    for name, wanted in FAMILIES[config.model_type].engine_values(config).items():
-        value = values.get(name, wanted)  # some versions of the library have the constant, too
-        require(
-            value == wanted,
-            f"{where}: with {name} = {value} vLLM computes another {config.model_type} than the "
-            f"trainer; both agree with {wanted}: train a model that has it",
-        )
+def layer_values(values: dict, name: str) -> list[int]:
+    """Return the values that a size has in the layers of a model, each once.
 
-
-def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> None:
-    """Refuse numbers of heads that do not fit one another or the ranks of an engine."""
-    values = config.get_text_config().to_dict()
-    heads = values["num_attention_heads"]
-    all_kv_heads = sizes.of_layers(values, "num_key_value_heads")
-    named = ", ".join(map(str, all_kv_heads))
-    for kv_heads in all_kv_heads:
-        require(
-            heads % kv_heads == 0,
-            f"{where}: num_attention_heads = {heads} is not a multiple of "
-            f"num_key_value_heads = {kv_heads}",
-        )
-
-    # vLLM gives each rank whole heads. Key-value heads are split or, where there are fewer of them
-    # than ranks, replicated.
-    works = [
-        n
-        for n in range(1, heads + 1)
-        if heads % n == 0 and all(kv % n == 0 or n % kv == 0 for kv in all_kv_heads)
-    ]
-    require(
-        tensor_parallel in works,
-        f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
-        f"num_attention_heads = {heads} and num_key_value_heads = {named} of {where}; "
-        f"use one of {', '.join(map(str, works))}",
-    )
-
-
-def check_positions(config: PretrainedConfig, where: str, setting: str, num_tokens: int) -> None:
-    """Refuse sequences longer than what the model was made for, as the engine does later.
+    The library keeps what differs from the config's own value, which comes first, by layers.
 
     Args:
-        config: the model's config.
-        where: the setting that names the model and its value.
-        setting: what says how long sequences are.
-        num_tokens: its value.
-
-    Raises:
-        UserError: there are fewer positions.
+        values: of the config of the language model.
+        name: head_dim or num_key_value_heads.
     """
-    positions = sizes.num_positions(config)
-    require(
-        not positions or num_tokens <= positions,
-        f"{setting} = {num_tokens} is above the {positions} positions of {where} "
-        f"(max_position_embeddings); lower it to {positions} or less",
-    )
-
-
-def _check_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
-    why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
-    require(
-        config.model_type in FAMILIES,
-        f"{where}: family {config.model_type!r} is not supported{why}; "
-        f"supported are {', '.join(FAMILIES)}",
-    )
-
-    values = config.get_text_config().to_dict()
-    sizes.check(values, where)
-
-    require(
-        "quantization_config" not in values,
-        f"{where} is quantised; train the unquantised checkpoint",
-    )
-
-    family = FAMILIES[config.model_type]
-    window = values.get("sliding_window")
-    require(
-        not window or not family.refuses_windows,
-        f"{where}: sliding_window = {window} with family {config.model_type!r}: "
-        f"{family.refuses_windows}",
-    )
-
-    activation = values.get("hidden_act")
-    require(
-        not convolution(config) or activation in ("silu", "swish"),
-        f"{where}: hidden_act = {activation!r}, and gated delta nets are computed with silu alone; "
-        "take a model that has it",
-    )
-
-    bidirectional = values.get("use_bidirectional_attention")
-    require(
-        not bidirectional or bidirectional == "vision",
-        f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
-        "packed attention is causal",
-    )
-
-    require(
-        values.get("clip_qkv") is None,
-        f"{where}: clip_qkv = {values.get('clip_qkv')} cuts queries and keys in place, so that "
-        "gradients are wrong where activations are recomputed; take a model without it",
-    )
-
-    parameters = values.get("rope_parameters") or {}
-    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
-        if isinstance(rope, dict):
-            require(
-                rope.get("rope_type") not in ("dynamic", "longrope"),
-                f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the "
-                "longest position of a batch, so a sequence's log-probs would depend on what it is "
-                "packed with; use a checkpoint with another rope_type",
-            )
+    usual = head_dim(values) if name == "head_dim" else values[name]
+    layers = (values.get("per_layer_config") or {}).values()
+    return list(dict.fromkeys([usual, *(layer[name] for layer in layers if name in layer)]))
 
 
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """Return what parallel.tensor splits: config values, or products of them, by their names."""
     text = config.get_text_config()
     values = text.to_dict()
-    kv_heads = sizes.of_layers(values, "num_key_value_heads")
+    kv_heads = layer_values(values, "num_key_value_heads")
     known = {
-        "head_dim": sizes.head_dim(values),
+        "head_dim": head_dim(values),
         "num_key_value_heads": kv_heads[0],
         "num_global_key_value_heads": kv_heads[-1],  # of layers without a window
     }
@@ -451,3 +452,72 @@ def windowed(config: PretrainedConfig) -> bool:
 def reads_images(config: PretrainedConfig) -> bool:
     """Return whether the model has a tower for images."""
     return "vision_config" in config.sub_configs
+
+
+# What configs call the number of experts of a layer.
+NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Mixture(NamedTuple):
+    """Sizes of the layers of a mixture."""
+
+    number: str  # Of experts, as the config calls it.
+    num_experts: int
+    experts_of_token: int
+    hidden: int
+    expert_parameters: int  # Of all experts of a layer.
+
+    def travel_bytes(self, parallel: ParallelConfig) -> float:
+        """Return the bytes that a rank sends for each of its tokens in a layer and step.
+
+        bfloat16: there and back, forward, recomputed and backward. A token goes to its experts,
+        of which 1 / `parallel.experts` are here.
+        """
+        elsewhere = 1 - 1 / parallel.experts
+        return 6 * self.experts_of_token * self.hidden * 2 * elsewhere
+
+    def gather_bytes(self, num_ranks: int) -> float:
+        """Return the bytes that FSDP moves to and from a rank for the experts of a layer.
+
+        In a micro-batch: bfloat16 in forward and backward, and float32 gradients.
+
+        Args:
+            num_ranks: that divide the experts.
+        """
+        return (2 + 2 + 4) * self.expert_parameters / num_ranks
+
+
+def experts_of_token(text: Any) -> int:
+    """Return how many experts a token gets in each layer, by the config of a mixture's text part.
+
+    Raises:
+        UserError: not the same number in each layer.
+    """
+    number = text.to_dict().get("top_k_experts") or text.num_experts_per_tok
+    if isinstance(number, int):
+        return number
+    require(
+        len(set(number)) == 1,
+        f"the config's number of experts a token, {number}, differs between layers; routers are "
+        "replayed and planned with one number for all: give a model that has one",
+    )
+    return number[0]
+
+
+def mixture_of(config: PretrainedConfig) -> Mixture | None:
+    """Return the sizes of a mixture, None for a model without experts."""
+    if not has_experts(config):
+        return None
+    text = config.get_text_config()
+    values = text.to_dict()
+    number = next(name for name in NUMBERS if name in FAMILIES[config.model_type].divided)
+    num_experts = getattr(text, number)  # some configs keep it under another name
+    width = values.get("moe_intermediate_size") or values["intermediate_size"]
+    hidden = values["hidden_size"]
+    return Mixture(
+        number=number,
+        num_experts=num_experts,
+        experts_of_token=experts_of_token(text),
+        hidden=hidden,
+        expert_parameters=num_experts * 3 * hidden * width,
+    )

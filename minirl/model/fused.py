@@ -1,13 +1,12 @@
 """One kernel where the library's layers launch many: RMSNorm, gated activations, rotary positions.
 
 Between two matrix products these do little but read and write their inputs, ten times over if each
-operation is a kernel of its own. `install` puts functions in their place that read and write once:
-liger-kernel's Triton kernels (Hsu et al. 2024, arXiv 2410.10989), or what torch.compile makes of
-the formulas.
+operation is its own kernel. `install` puts functions in their place that read and write once:
+liger-kernel's Triton kernels (Hsu et al. 2024, arXiv 2410.10989), which run on CUDA alone, or what
+torch.compile makes of the formulas.
 
-Each of liger's kernels is an operator of torch here, with the formula beside it. So checkpointing
-and tensors without values know it, and the formula, which is what runs on CPU, is its twin in the
-tests. The backward formulas are derived by hand, as the kernels' are.
+Each of liger's kernels is an operator of torch here, so that checkpointing and tensors without
+values know it. The formulas are what they are tested against.
 """
 
 import importlib
@@ -24,7 +23,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from minirl.base.errors import require
 from minirl.model import families
-from minirl.model.family import Fused
+from minirl.model.families import Fused
 
 Choice = Literal["auto", "torch", "liger", "compile"]
 
@@ -58,7 +57,7 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float, offset: float, wide:
         x: [..., D].
         weight: [D].
         eps: a small number.
-        offset: 1 in Gemma, whose weights are near 0.
+        offset: 1 in Gemma, which has weights near 0.
         wide: the product is rounded to x's dtype, and its first factor is not.
     """
     normed = _wide(x) * torch.rsqrt(_wide(x).square().mean(-1, keepdim=True) + eps)
@@ -86,7 +85,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# operators: liger's kernels on CUDA, formulas elsewhere
+# operators: liger's kernels
 
 
 def _liger(name: str) -> ModuleType:
@@ -98,12 +97,9 @@ def _rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of rows [N, D], and 1 / sqrt(mean(x^2) + eps) [N]."""
-    if x.is_cuda:
-        mode = "gemma" if wide else "llama"
-        out, _, scale, *_ = _liger("rms_norm").rms_norm_forward(x, weight, eps, offset, mode, None)
-        return out, scale
-    scale = torch.rsqrt(_wide(x).square().mean(-1) + eps)
-    return rms_norm_formula(x, weight, eps, offset, wide), scale
+    mode = "gemma" if wide else "llama"
+    out, _, scale, *_ = _liger("rms_norm").rms_norm_forward(x, weight, eps, offset, mode, None)
+    return out, scale
 
 
 @_rms_norm.register_fake
@@ -116,22 +112,12 @@ def _(x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool) -> tuple
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight.
-
-    With n = x scale and g = grad (weight + offset): dx = scale (g - n mean(g n)), and dweight is
-    the sum of grad n.
-    """
-    if x.is_cuda:
-        kernels = _liger("rms_norm")
-        mode = kernels._str_to_casting_mode["gemma" if wide else "llama"]
-        block, warps = _liger("utils").calculate_settings(x.shape[1])
-        return kernels.rms_norm_backward(
-            grad, x, weight, scale, offset, mode, block, warps, False, None
-        )
-    normed = _wide(x) * scale[:, None]
-    g = _wide(grad) * (_wide(weight) + offset)
-    dx = scale[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (_wide(grad) * normed).sum(0).to(weight.dtype)
+    """Return the gradients of x and weight."""
+    kernels = _liger("rms_norm")
+    mode = kernels._str_to_casting_mode["gemma" if wide else "llama"]
+    block, warps = _liger("utils").calculate_settings(x.shape[1])
+    settings = (offset, mode, block, warps, False, None)
+    return kernels.rms_norm_backward(grad, x, weight, scale, *settings)
 
 
 @_rms_norm_backward.register_fake
@@ -144,11 +130,9 @@ def _(
 @torch.library.custom_op("minirl::gated", mutates_args=())
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up."""
-    if gate.is_cuda and activation == "silu":
+    if activation == "silu":
         return _liger("swiglu").swiglu_forward(gate, up)[2]
-    if gate.is_cuda:
-        return _liger("geglu").geglu_forward(gate, up)[2]
-    return gated_formula(gate, up, activation)
+    return _liger("geglu").geglu_forward(gate, up)[2]
 
 
 @_gated.register_fake
@@ -159,25 +143,10 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 @torch.library.custom_op("minirl::gated_backward", mutates_args=("gate", "up"))
 def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Write the gradients of gate and up in their place."""
-    if gate.is_cuda and activation == "silu":
-        _liger("swiglu").swiglu_backward(gate, up, grad)
-        return
-    if gate.is_cuda:
-        _liger("geglu").geglu_backward(gate, up, grad)
-        return
-    a = _wide(gate)
     if activation == "silu":
-        sigmoid = a.sigmoid()
-        activated = a * sigmoid
-        slope = sigmoid * (1 + a * (1 - sigmoid))
-    else:  # a Phi(a), with Phi = (1 + tanh(c (a + 0.044715 a^3))) / 2 and c = sqrt(2 / pi)
-        c = (2 / torch.pi) ** 0.5
-        tanh = (c * (a + 0.044715 * a**3)).tanh()
-        activated = a * (1 + tanh) / 2
-        slope = (1 + tanh) / 2 + a * (1 - tanh**2) * c * (1 + 3 * 0.044715 * a**2) / 2
-    grad_up = _wide(grad) * activated
-    gate.copy_(_wide(grad) * slope * _wide(up))
-    up.copy_(grad_up)
+        _liger("swiglu").swiglu_backward(gate, up, grad)
+    else:
+        _liger("geglu").geglu_backward(gate, up, grad)
 
 
 @_gated_backward.register_fake
@@ -192,23 +161,19 @@ def _rotate(
     """Return both rotated, or turned back, which is the gradient: a rotation is orthogonal.
 
     Args:
-        query: [B, T, H, D], like key.
+        query: [B, T, H, D].
         key: [B, T, Hkv, D].
-        cos: [B, T, D], like sin.
-        sin: what each place turns by.
-        back: by the opposite angles.
+        cos: the cosine of the angle that each place turns by, [B, T, D].
+        sin: its sine, [B, T, D].
+        back: turn by the opposite angles.
     """
-    if query.is_cuda:
-        kernels = _liger("rope")
-        turn = kernels.rope_backward if back else kernels.rope_forward
-        # The kernel turns contiguous tensors in place.
-        q = query.clone(memory_format=torch.contiguous_format)
-        k = key.clone(memory_format=torch.contiguous_format)
-        turned = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
-    sine = -sin if back else sin
-    q, k = rotate_formula(query.transpose(1, 2), key.transpose(1, 2), cos, sine)
-    return q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+    kernels = _liger("rope")
+    turn = kernels.rope_backward if back else kernels.rope_forward
+    # The kernel turns contiguous tensors in place.
+    q = query.clone(memory_format=torch.contiguous_format)
+    k = key.clone(memory_format=torch.contiguous_format)
+    turned = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
 @_rotate.register_fake
@@ -271,15 +236,6 @@ class _Rotate(torch.autograd.Function):
 LIGER = Kernels(_RMSNorm.apply, _Gated.apply, _Rotate.apply)
 
 
-def compiled() -> Kernels:
-    """Return the formulas, compiled by torch."""
-    return Kernels(
-        torch.compile(rms_norm_formula, dynamic=True),
-        torch.compile(gated_formula, dynamic=True),
-        torch.compile(rotate_formula, dynamic=True),
-    )
-
-
 FORMULAS = Kernels(rms_norm_formula, gated_formula, rotate_formula)
 
 
@@ -304,7 +260,11 @@ def choose(wanted: Choice, device: torch.device) -> Kernels | None:
     """
     can_liger = device.type == "cuda" and has_liger()
     if wanted == "compile":
-        return compiled()
+        return Kernels(
+            torch.compile(rms_norm_formula, dynamic=True),
+            torch.compile(gated_formula, dynamic=True),
+            torch.compile(rotate_formula, dynamic=True),
+        )
     if wanted == "torch" or (wanted == "auto" and not can_liger):
         return None
     require(

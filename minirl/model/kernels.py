@@ -1,6 +1,6 @@
 """Attention of one `Block`, forward and backward, by the best kernel for device and dtype.
 
-Every kernel returns the log-sum-exp of the scores beside its output, and in backward takes both of
+Every kernel returns the log-sum-exp of the scores with its output, and in backward takes both of
 the *whole* attention. So what a query sees may come block by block, from wherever its keys are
 (`attention.py`).
 
@@ -14,6 +14,18 @@ from torch import Tensor
 
 from minirl.model import flash
 from minirl.types.blocks import Block, Options, Rectangle, RowIndex
+
+
+def can_flash(q: Tensor, options: Options) -> bool:
+    """Return whether FlashAttention computes what a layer asks for such queries."""
+    head_dim = q.shape[-1]
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and head_dim <= 256
+        and head_dim % 8 == 0
+        and (options.softcap is None or flash.choose(q, options.softcap) is not None)
+    )
 
 
 def forward(
@@ -31,7 +43,7 @@ def forward(
     Returns:
         The output [N, H, D] of the block's N queries, and the log-sum-exp [N, H] of their scores.
     """
-    if flash.can(q, options):
+    if can_flash(q, options):
         return flash.forward(q, k, v, block, options)
     outs = []
     lses = []
@@ -73,12 +85,12 @@ def backward(
         block: which rows see which.
         options: of the layer.
     """
-    if flash.can(q, options):
+    if can_flash(q, options):
         flash.backward(gradients, dout, q, k, v, out, lse, block, options)
         return
     for r in block.padded.rectangles:
         do = _heads(dout, r.queries)
-        if r.filling is not None:  # these repeat a row, whose gradient then would count twice
+        if r.filling is not None:  # these repeat a row; its gradient would count twice
             do = do.masked_fill(r.filling[:, None, :, None], 0)
         tensors = (
             do,
@@ -96,7 +108,11 @@ def backward(
         else:
             parts = eager_backward(*tensors, bias, options)
         for total, part, index in zip(gradients, parts, (r.queries, r.keys, r.keys), strict=True):
-            _add_heads(total, part, index)
+            rows = _rows(part)
+            if index.first is None:
+                total.index_add_(0, index.rows.flatten(), rows.to(total.dtype))
+            else:
+                total.narrow(0, index.first, index.rows.numel()).add_(rows)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -117,14 +133,6 @@ def _heads(x: Tensor, index: RowIndex) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """[B, H, L, ...] -> [B L, H, ...]."""
     return x.transpose(1, 2).flatten(0, 1)
-
-
-def _add_heads(total: Tensor, x: Tensor, index: RowIndex) -> None:
-    """Add a rectangle's rows [B, H, L, ...] to those of all, [T, H, ...]."""
-    if index.first is None:
-        total.index_add_(0, index.rows.flatten(), _rows(x).to(total.dtype))
-    else:
-        total.narrow(0, index.first, index.rows.numel()).add_(_rows(x))
 
 
 def _in_order(parts: list[Tensor], block: Block) -> Tensor:

@@ -1,22 +1,184 @@
-"""What a model's files hold, and how each rank reads its own part of it."""
+"""What a model's files hold, and how each rank reads its part of it."""
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from minirl.base.errors import require
+from minirl.base.errors import UserError, require
+from minirl.base.reading import read_json
 from minirl.model import families
-from minirl.model.adapters import lora, nf4
-from minirl.model.weight_files import check_floats, file_of, open_weights
+from minirl.model.adapters import nf4
 from minirl.parallel import fsdp
-from minirl.parallel.regions import CheckpointSlice, intersect, view_of
+from minirl.parallel.regions import CheckpointSlice, intersect, local_region, view_of
+from minirl.parallel.tensor import LORA_A, LORA_B
 
 SCORE = "score.weight"
+# --------------------------------------------------------------------------------------------------
+# MXFP4, in which gpt-oss is published: it is read as bfloat16
+#
+# A weight is one of 16 values times a power of two that 32 neighbours share: OCP Microscaling
+# Formats (MX) Specification 1.0, sec. 5. Every such number is one of bfloat16's, so that nothing is
+# rounded. They are trained, exported and given to the engine in bfloat16.
+
+MXFP4_BLOCKS = "_blocks"  # Ends the name of the values, two in a byte.
+MXFP4_SCALES = "_scales"  # Ends the name of the exponents.
+BLOCK = 32  # Weights that share an exponent.
+EXPONENT_BIAS = 127
+# By the four bits of a value, its sign first.
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
+
+
+def forget_mxfp4(config: PretrainedConfig) -> PretrainedConfig:
+    """Remove from a config, in place, that its files are in MXFP4, and return it."""
+    quantization = vars(config).get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        del config.quantization_config
+    return config
+
+
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the values of blocks.
+
+    Args:
+        blocks: uint8 [.., B, 16]: 32 values each; of a byte, the lower four bits come first.
+        scales: exponents, uint8 [.., B].
+
+    Returns:
+        bfloat16 [.., 32 B].
+    """
+    table = torch.tensor(VALUES)
+    pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.int()[..., None] - EXPONENT_BIAS
+    return torch.ldexp(table[pairs.int()], exponents).flatten(-2).bfloat16()
+
+
+class Mxfp4Weight:
+    """The matrices of all experts in a file, [E, in, out], which stores them as [E, out, in]."""
+
+    def __init__(self, blocks: Any, scales: Any):
+        """Read nothing yet.
+
+        Args:
+            blocks: slices like a tensor [E, out, in / 32, 16].
+            scales: slices like a tensor [E, out, in / 32].
+        """
+        self.blocks = blocks
+        self.scales = scales
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors do."""
+        num_experts, rows, num_blocks, _ = self.blocks.get_shape()
+        return [num_experts, num_blocks * BLOCK, rows]
+
+    def get_dtype(self) -> str:
+        """Return what the values become, by safetensors' name."""
+        return "BF16"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """Read a region, and what else is in its blocks. `index`: slices with start and stop."""
+        experts, columns, rows = index
+        first = columns.start // BLOCK
+        place = (experts, rows, slice(first, math.ceil(columns.stop / BLOCK)))
+        values = dequantise_mxfp4(self.blocks[place], self.scales[place])
+        return values[..., columns.start - first * BLOCK : columns.stop - first * BLOCK].mT
+
+
+# --------------------------------------------------------------------------------------------------
+# safetensors
+
+# What weights may be, by the names of safetensors.
+FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+def open_weights(folder: Path) -> dict[str, Any]:
+    """Open the safetensors files of a model's folder, and read none of their weights yet.
+
+    Returns:
+        Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    weights = {}
+    for path in weight_files(folder):
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"policy.model: cannot read {path}: {error}") from error
+        names = file.keys()
+        for name in names:
+            weights[name] = file.get_slice(name)
+    for blocks in [name for name in weights if name.endswith(MXFP4_BLOCKS)]:
+        name = blocks.removesuffix(MXFP4_BLOCKS)
+        scales = name + MXFP4_SCALES
+        if scales in weights:
+            weights[name] = Mxfp4Weight(weights.pop(blocks), weights.pop(scales))
+    return weights
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that an index names, or else the single file, or else all there are.
+
+    Raises:
+        UserError: the index is not one.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.exists():
+        read = read_json(index, "policy.model:")
+        file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
+        files: list[Any] = (
+            list(file_of_weight.values()) if isinstance(file_of_weight, dict) else [None]
+        )
+        require(
+            all(isinstance(file, str) for file in files),
+            f"policy.model: {index} has no weight_map of names and files; write it as "
+            "save_pretrained does, or remove it",
+        )
+        return sorted({folder / file for file in files})
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def file_of(weight: str, folder: Path) -> Path:
+    """Return the file of a model's folder that a weight is in; it must be in one."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            if not {weight, weight + MXFP4_BLOCKS}.isdisjoint(file.keys()):
+                return path
+    raise KeyError(weight)
+
+
+def _check_floats(names: Iterable[str], weights: dict[str, Any], folder: Path) -> None:
+    """Refuse weights that are no floating-point numbers of 16 bits or more.
+
+    Args:
+        names: the names of the weights that are wanted.
+        weights: what `open_weights` returned.
+        folder: the model's folder.
+
+    Raises:
+        UserError: for the first; integers without their scales would be copied as they are.
+    """
+    for name in names:
+        dtype = weights[name].get_dtype()
+        if dtype not in FLOATS:  # Only then is the file looked for: that opens all of them.
+            raise UserError(
+                f"policy.model = {folder}: {name} in {file_of(name, folder)} is of dtype {dtype}; "
+                f"take a model that is not quantized, with weights of {', '.join(FLOATS)}"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# a model's weights
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -34,6 +196,11 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers(model)
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all that a model's files hold. A tied head appears once, under the embedding's name.
 
@@ -44,12 +211,12 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, t in parameters(model).items():
         if name in packed:
             weights[name] = nf4.layout(packed[name], t)
-        elif not lora.is_adapter(name) and not name.endswith(nf4.SCALES):
+        elif not name.endswith((LORA_A, LORA_B, nf4.SCALES)):
             weights[name] = t
     return weights
 
 
-def packed_weights(model: Any) -> dict[str, nf4.Packed]:
+def packed_weights(model: Any) -> dict[str, nf4.FourBits]:
     """Return what is known of the weights that are held in four bits, by name."""
     return model.adapters.packed if model.adapters else {}
 
@@ -65,11 +232,11 @@ def share_base(model: Any, base: Any) -> None:
         base: filled.
     """
     fsdp.reshard(base)
-    of_base = dict(base.named_parameters())
+    base_parameters = dict(base.named_parameters())
     for module_name, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             whole_name = f"{module_name}.{name}"
-            theirs = of_base.get(whole_name)
+            theirs = base_parameters.get(whole_name)
             if theirs is None or theirs.requires_grad or p.requires_grad:
                 continue
             module.register_parameter(name, nn.Parameter(theirs.detach(), requires_grad=False))
@@ -123,7 +290,7 @@ def load_weights(
         f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
     )
 
-    check_floats(in_model, weights, folder)
+    _check_floats(in_model, weights, folder)
 
     # 2. Each rank fills its shards.
     allocate(model, device, cpu_offload=cpu_offload)
@@ -181,7 +348,7 @@ def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> Non
     read = fsdp.local(t)
     if is_finite(read):
         return
-    shard = fsdp.local_region(t)
+    shard = local_region(t)
     for part in slices:
         common = intersect(part.region, shard)
         if common is None:
@@ -211,7 +378,7 @@ def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool)
 
 def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
     """Read this rank's shard of a parameter, in place, and only its bytes of the files."""
-    shard = fsdp.local_region(t)
+    shard = local_region(t)
     for part in slices:
         common = intersect(part.region, shard)
         if common is None:  # a small tensor may leave a rank with nothing
@@ -224,8 +391,8 @@ def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]
 def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute rotary frequencies and the like, which are in no checkpoint."""
     for p in model.parameters():
-        p._is_hf_initialized = True  # type: ignore[attr-defined]  # or they would be drawn anew
-    # A tower is a model of its own, with its own rules. It comes behind the one that it is in.
+        p._is_hf_initialized = True  # type: ignore[attr-defined]  # or they would be drawn again
+    # A tower is a model with its own rules. It comes after the model that it is in.
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             for module in part.modules():

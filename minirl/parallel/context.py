@@ -3,7 +3,7 @@
 A sequence is cut into 2R chunks for R ranks, and rank r holds the chunks r and 2R - 1 - r (a
 zigzag; Llama 3, arXiv 2407.21783, sec. 3.3.2), so that causal attention costs every rank the same.
 Only attention looks beyond a rank's rows; everything else in a model works token by token. Losses
-are sums over a rank's rows, and FSDP, whose shards run over the context ranks too, adds their
+are sums over a rank's rows. FSDP's shards run over the context ranks too, so FSDP adds their
 gradients.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from minirl.parallel.redistribute import move
+from minirl.parallel.placements import move
 from minirl.types.packed import Context
 
 
@@ -30,7 +30,7 @@ def chunks(num_rows: int, context: Context | None, rank: int | None = None) -> l
     Args:
         num_rows: rows of the sequence, before padding.
         context: the ranks that share it; None: all rows are on this rank.
-        rank: whose rows; None: this rank's.
+        rank: the rank that holds them; None: this one.
     """
     if context is None:
         return [np.arange(num_rows)]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from minirl.parallel.layout import Forward, Layout, shard_all
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.placements import Forward, Layout, shard_all
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ExpertParallel:
         """Return the ranks that divide the experts."""
         return self.mesh.get_group()
 
-    def own_rows(self, num_rows: int) -> slice:
+    def local_rows(self, num_rows: int) -> slice:
         """Return which of the rows that tensor-parallel ranks have in common this one sends."""
         first = num_rows * self.share // self.num_shares
         return slice(first, num_rows * (self.share + 1) // self.num_shares)
@@ -65,7 +65,7 @@ class SortedRows:
         experts = indices.flatten()
         self.order = experts.argsort(stable=True)
         numbers = torch.arange(num_experts, device=experts.device)
-        # int64 [E]: where the rows of each expert end. Those of no expert are behind the last.
+        # int64 [E]: where the rows of each expert end. Those of no expert come after the last.
         self.ends = torch.searchsorted(experts[self.order], numbers, right=True)
 
     def gather(self, hidden: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class SortedRows:
 
     def restore(self, rows: Tensor) -> Tensor:
         """Return rows [T k, H] in the order of tokens."""
-        # Not index_add, whose order of summation varies on CUDA.
+        # Not index_add: its order of summation varies on CUDA.
         return rows.index_select(0, self.order.argsort())
 
 
@@ -121,11 +121,11 @@ def _to_host(by_rank: Tensor, num_rows: int) -> list[list[int]]:
     """Return [2, ranks] numbers of rows, sent and received: here the host waits for the device.
 
     Args:
-        by_rank: int64.
+        by_rank: the same, int64 on the device.
         num_rows: how many are sent.
     """
     sent, received = by_rank.tolist()
-    assert sum(sent) == num_rows, "a token has an expert that there is not"
+    assert sum(sent) == num_rows, "a token has an expert number above the number of experts"
     return [sent, received]
 
 
@@ -133,7 +133,7 @@ def divide_experts(module: Any, ep: ExpertParallel) -> Forward:
     """Keep some of the experts of fused tensors [experts, ...], and return the forward.
 
     Args:
-        module: the library's experts, whose forward takes hidden states [T, H], indices [T, k] and
+        module: the library's experts. Their forward takes hidden states [T, H], indices [T, k] and
             weights [T, k]; with indices [N, 1] and None it returns the rows of experts as they are.
         ep: the axis.
 
@@ -146,11 +146,11 @@ def divide_experts(module: Any, ep: ExpertParallel) -> Forward:
     compute = shard_all(module, ep.mesh, Layout(Shard(0)))
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        own = ep.own_rows(len(hidden))
-        rows = SortedRows(indices[own], num_experts)
-        results = _visit(compute, rows.gather(hidden[own]), rows.ends, ep)
-        out = rows.combine(results, weights[own]).to(hidden.dtype)
-        return F.pad(out, (0, 0, own.start, len(hidden) - own.stop))
+        share = ep.local_rows(len(hidden))
+        rows = SortedRows(indices[share], num_experts)
+        results = _visit(compute, rows.gather(hidden[share]), rows.ends, ep)
+        out = rows.combine(results, weights[share]).to(hidden.dtype)
+        return F.pad(out, (0, 0, share.start, len(hidden) - share.stop))
 
     return forward
 

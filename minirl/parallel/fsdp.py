@@ -17,9 +17,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from minirl.parallel.regions import Region
 
 
 def shard(
@@ -131,14 +128,6 @@ def local(t: Tensor, *, partial: bool = False) -> Tensor:
     if not isinstance(t, DTensor):
         return t
     return t.to_local(grad_placements=[Partial()] if partial else None)
-
-
-def local_region(t: Tensor) -> Region:
-    """Return the region of this rank's block in the whole tensor."""
-    if not isinstance(t, DTensor):
-        return Region((0,) * t.ndim, tuple(t.shape))
-    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    return Region(offset, shape)
 
 
 def gathered_bytes(t: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What the machines of a run must have alike, looked at before anything is loaded.
+"""What must be the same on all machines of a run, checked before anything is loaded.
 
 A file that only one of them has would end some ranks while the others wait for them.
 """
@@ -43,11 +43,11 @@ def errors_of_machines(world: World) -> Iterator[None]:
         yield
     except UserError as error:
         message = str(error)
-    of_ranks = world.gather(message)
-    failed = [rank for rank, text in enumerate(of_ranks) if text is not None]
+    by_rank = world.gather(message)
+    failed = [rank for rank, text in enumerate(by_rank) if text is not None]
     if not failed:
         return
-    text = of_ranks[failed[0]]
+    text = by_rank[failed[0]]
     if len(failed) < world.world_size:
         hosts = world.gather(socket.gethostname())
         good = [rank for rank in range(world.world_size) if rank not in failed]
@@ -62,23 +62,23 @@ def check_same(values: Mapping[str, object], world: World) -> None:
     """Refuse values that differ between the ranks. Collective.
 
     Args:
-        values: what they are of, as an error names it -> a value that has a text.
+        values: name for errors -> value, compared by its text.
         world: the ranks.
 
     Raises:
         UserError: for the first that differs.
     """
-    of_ranks = world.gather({name: str(value) for name, value in values.items()})
-    names = dict.fromkeys(name for seen in of_ranks for name in seen)
+    by_rank = world.gather({name: str(value) for name, value in values.items()})
+    names = dict.fromkeys(name for seen in by_rank for name in seen)
     for name in names:
-        texts = [seen.get(name, "missing") for seen in of_ranks]
+        texts = [seen.get(name, "missing") for seen in by_rank]
         if len(set(texts)) == 1:
             continue
         hosts = world.gather(socket.gethostname())
         other = next(text for text in texts if text != texts[0])
         places = []
         for text in (texts[0], other):
-            ranks = [rank for rank, of_rank in enumerate(texts) if of_rank == text]
+            ranks = [rank for rank, found in enumerate(texts) if found == text]
             places.append(f"{text} on {_places(ranks, hosts)}")
         raise UserError(
             f"{name} is {' and '.join(places)}; every machine of a run needs the same settings and "
@@ -162,12 +162,12 @@ def check_on_one_machine(num_ranks: int, setting: str, world: World) -> None:
 
 def _places(ranks: list[int], hosts: list[str]) -> str:
     """Return the machines of some ranks with those ranks: `node-1 (ranks 2, 3)`."""
-    of_host: dict[str, list[str]] = {}
+    by_host: dict[str, list[str]] = {}
     for rank in ranks:
-        of_host.setdefault(hosts[rank], []).append(str(rank))
+        by_host.setdefault(hosts[rank], []).append(str(rank))
     named = [
         f"{host} (rank{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
-        for host, numbers in of_host.items()
+        for host, numbers in by_host.items()
     ]
     if len(named) > 3:
         named = [*named[:3], f"{len(named) - 3} more"]
@@ -184,22 +184,18 @@ def check_can_write(path: Path, setting: str, world: World) -> None:
         UserError: on all ranks, if it is a folder, or its folder cannot be made or written to.
     """
     with errors_of_all(world):
-        if world.rank == 0:
-            _try_to_write(path, setting)
-
-
-def _try_to_write(path: Path, setting: str) -> None:
-    """Open a file to write, and remove it if it is new. Raises UserError."""
-    problem = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not os.path.lexists(path)
-        with path.open("ab"):  # /proc says that it can be written to, and cannot
-            pass
-        if is_new:
-            path.unlink()
-    except IsADirectoryError:
-        problem = "it is a folder"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")
+        if world.rank != 0:
+            return
+        problem = ""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not os.path.lexists(path)
+            with path.open("ab"):  # /proc says that it can be written to, and cannot
+                pass
+            if is_new:
+                path.unlink()
+        except IsADirectoryError:
+            problem = "it is a folder"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")

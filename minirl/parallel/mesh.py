@@ -1,10 +1,10 @@
 """The process group, the one DeviceMesh, and the small collectives between hosts."""
 
 import ctypes
-import hashlib
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -91,7 +91,7 @@ class World:
     def gather_array(self, part: np.ndarray) -> np.ndarray:
         """Return the arrays of all ranks end to end, along the first axis. Collective.
 
-        Nothing is pickled, so an array may be large: beside the result a rank needs memory for
+        Nothing is pickled, so an array may be large: besides the result a rank needs memory for
         twice GATHERED_BYTES.
         """
         return self._gather(part, self._lengths(part)) if self.world_size > 1 else part
@@ -109,20 +109,20 @@ class World:
         row_bytes = part.dtype.itemsize * math.prod(part.shape[1:])
         block_rows = max(1, GATHERED_BYTES // max(1, self.world_size * row_bytes))
         for done in range(0, max(lengths), block_rows):
-            # A block of every rank at once; behind the end of a shorter array are zeros.
+            # A block of every rank at once; after the end of a shorter array are zeros.
             num_rows = min(block_rows, max(lengths) - done)
             block = np.zeros((num_rows, *part.shape[1:]), part.dtype)
-            own = part[done : done + num_rows]
-            block[: len(own)] = own
+            rest = part[done : done + num_rows]
+            block[: len(rest)] = rest
             blocks = np.empty((self.world_size, *block.shape), part.dtype)
             all_gather_single(
                 torch.from_numpy(blocks.reshape(-1).view(np.uint8)),
                 torch.from_numpy(block.reshape(-1).view(np.uint8)),
                 group=self.host_group,
             )
-            for first, length, of_rank in zip(firsts[:-1], lengths, blocks, strict=True):
+            for first, length, rows in zip(firsts[:-1], lengths, blocks, strict=True):
                 num = max(0, min(num_rows, length - done))
-                gathered[first + done :][:num] = of_rank[:num]
+                gathered[first + done :][:num] = rows[:num]
         return gathered
 
     def broadcast(self, value: object, source: int) -> Any:
@@ -134,28 +134,13 @@ class World:
     def gather_named(self, values: Iterable[tuple[str, float]]) -> list[dict[str, np.ndarray]]:
         """Return the named numbers of every rank, in rank order: name -> float64 [N].
 
-        Numbers travel with the hashes of their names, and names only if the ranks' names differ.
-
         Args:
-            values: of this rank; a name may occur several times.
+            values: this rank's numbers; a name may occur several times.
         """
-        pairs = list(values)
-        name_of = {_hash(name): name for name, _ in pairs}
-        hash_of = {name: key for key, name in name_of.items()}
-        rows = [(hash_of[name], value) for name, value in pairs]
-        tables = self.gather_rows(np.array(rows, np.float64).reshape(-1, 2))
-
-        by_rank = []
-        for table in tables:
-            table = table[np.argsort(table[:, 0], kind="stable")]
-            keys, begins = np.unique(table[:, 0], return_index=True)
-            by_rank.append(
-                dict(zip(keys.tolist(), np.split(table[:, 1], begins[1:]), strict=False))
-            )
-        if any(found.keys() != by_rank[0].keys() for found in by_rank):
-            for others in self.gather(name_of):
-                name_of |= others
-        return [{name_of[int(key)]: part for key, part in found.items()} for found in by_rank]
+        by_name = defaultdict(list)
+        for name, value in values:
+            by_name[name].append(value)
+        return self.gather({name: np.array(found, float) for name, found in by_name.items()})
 
     def all_to_all(self, messages: list[bytes]) -> list[bytes]:
         """Send a message to each rank, and return the messages to this rank. Both in rank order."""
@@ -226,11 +211,6 @@ class Mesh(World):
         return self.sums(values) / self.tensor.size()
 
 
-def _hash(name: str) -> int:
-    """Return 48 bits, which a float64 holds."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
-
-
 def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
     """Join the ranks that torchrun started, and arrange them in a mesh.
 
@@ -285,16 +265,13 @@ def open_world(
         # Share the cores among the ranks of this machine.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node()))
         backend = "gloo"
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timeout,
-        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
     return make_world(device, timeout, watch)
 
 
@@ -380,7 +357,7 @@ def arrange(
     )
     experts = None
     if parallel.experts > 1:
-        of_experts = init_device_mesh(
+        expert_axes = init_device_mesh(
             world.device.type,
             (
                 parallel.replicate,
@@ -389,7 +366,7 @@ def arrange(
             ),
             mesh_dim_names=("dp_replicate", "efsdp", "ep"),
         )
-        experts = ExpertMesh(_fsdp_axes(of_experts, "efsdp"), of_experts["ep"])
+        experts = ExpertMesh(_fsdp_axes(expert_axes, "efsdp"), expert_axes["ep"])
     context = None
     if parallel.context > 1:
         # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.

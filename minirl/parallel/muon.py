@@ -5,10 +5,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minirl.parallel.collect import ShardedTensor, collect, exchange_parts, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.regions import view_of
+from minirl.parallel.regions import (
+    ShardedTensor,
+    collect,
+    exchange_parts,
+    regions_of_ranks,
+    view_of,
+)
 
 # RMS of an AdamW update, which an orthogonal [m, n] matrix (RMS 1 / sqrt(max(m, n))) is scaled to,
 # so that one learning rate serves both optimizers

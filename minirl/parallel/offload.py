@@ -15,8 +15,8 @@ class HostMemory:
     """Host memory for copies of tensors, made once and used again.
 
     It is pinned for tensors on CUDA. torch rounds every pinned block up to a power of two, which
-    for one block a tensor would be up to twice the memory. So copies lie end to end in chunks whose
-    sizes are powers of two, and go on in the next chunk where one is full.
+    for one block a tensor would be up to twice the memory. So copies lie end to end in chunks with
+    sizes that are powers of two, and continue in the next chunk where one is full.
     """
 
     def __init__(self):

@@ -43,7 +43,7 @@ class Optimizer:
     Their state may be stored elsewhere between two steps. For a step it comes back in full
     precision, a limited number of parameters at a time, and for a checkpoint all at once. So a
     checkpoint does not depend on where state was; one of 8-bit state resumes bitwise on the same
-    mesh, and to within a level on another mesh, whose blocks of elements are others.
+    mesh, and to within a level on another mesh, which has other blocks of elements.
     """
 
     def __init__(self, parts: list[torch.optim.Optimizer], cfg: PolicyConfig):
@@ -59,7 +59,7 @@ class Optimizer:
         """
         self.parts = parts
         self.rest = cfg.optimizer_state
-        # Parameters whose stored state comes back for a step at the same time.
+        # So many elements of parameters get their stored state back for a step at the same time.
         self.elements_at_once = 2**28
         self.ema_decay = 0.0
         # (parameter, key of its state) -> codes and scales of 8 bits.

@@ -1,11 +1,22 @@
-"""Regions: blocks of a whole tensor, the common language of loading, export and refit."""
+"""Regions: blocks of a whole tensor, the common language of loading, export and refit.
 
+And how sharded tensors are gathered to one rank each, where `full_tensor` would gather all of them
+to every rank.
+"""
+
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from minirl.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
 
@@ -50,6 +61,14 @@ class CheckpointSlice:
         return values[None] if self.fused else values
 
 
+def local_region(t: Tensor) -> Region:
+    """Return the region of this rank's block in the whole tensor."""
+    if not isinstance(t, DTensor):
+        return Region((0,) * t.ndim, tuple(t.shape))
+    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return Region(offset, shape)
+
+
 def intersect(a: Region, b: Region) -> Region | None:
     """Return what two regions of one tensor have in common, None if that is nothing."""
     offset, size = [], []
@@ -82,7 +101,7 @@ def view_of(t: Any, region: Region, origin: tuple[int, ...] | None = None) -> Te
 def split_by_size(
     items: Iterable[Item], size: Callable[[Item], float], limit: float
 ) -> Iterator[list[Item]]:
-    """Split a sequence into consecutive parts whose sizes add up to at most `limit`.
+    """Split a sequence into consecutive parts with sizes that add up to at most `limit`.
 
     An item that is larger than the limit is a part of its own.
     """
@@ -95,3 +114,87 @@ def split_by_size(
         part.append(item)
         total += size(item)
     yield part
+
+
+# --------------------------------------------------------------------------------------------------
+# gathering
+
+
+class ShardedTensor(NamedTuple):
+    """A tensor of which each rank holds a region."""
+
+    shape: torch.Size  # Of the whole.
+    shard: Tensor  # This rank's region, on the mesh's device.
+    regions: tuple[Region, ...]  # Of each rank. Ranks with equal ones hold copies.
+
+
+def regions_of_ranks(tensors: list[Tensor], mesh: Mesh) -> list[tuple[Region, ...]]:
+    """Return, for each tensor, the region that each rank holds, in rank order. Collective.
+
+    Only layouts travel, of which a model has a dozen.
+
+    Args:
+        tensors: tensors or DTensors of any placements without partial sums, the same on all ranks.
+        mesh: the ranks.
+    """
+    layouts: list[Hashable] = []  # What decides which region each rank holds.
+    local_regions: dict[Hashable, Region] = {}
+    for t in tensors:
+        layout = (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else t.shape
+        layouts.append(layout)
+        if layout not in local_regions:
+            local_regions[layout] = local_region(t)
+    by_rank = mesh.gather(list(local_regions.values()))  # [rank][layout]
+    regions = dict(zip(local_regions, zip(*by_rank, strict=True), strict=True))
+    return [regions[layout] for layout in layouts]
+
+
+def collect(wanted: dict[int, ShardedTensor], mesh: Mesh) -> Tensor | None:
+    """Gather one tensor on each rank that wants one, and return this rank's. Collective.
+
+    Of the ranks that hold copies of a shard the first one sends it.
+
+    Args:
+        wanted: what each rank gets, by rank; the same on all ranks and not empty.
+        mesh: the ranks.
+
+    Returns:
+        The whole tensor, None if this rank gets none.
+    """
+    nothing = next(iter(wanted.values())).shard.new_empty(0)
+    sent = [nothing] * mesh.world_size
+    for receiver, t in wanted.items():
+        if t.regions.index(t.regions[mesh.rank]) == mesh.rank:
+            sent[receiver] = t.shard
+    if mesh.rank not in wanted:
+        exchange_parts(sent, [], mesh)
+        return None
+
+    mine = wanted[mesh.rank]
+    shapes: list[tuple[int, ...]] = []
+    for source, region in enumerate(mine.regions):
+        is_first = mine.regions.index(region) == source
+        shapes.append(region.size if is_first else (0,))
+    whole = nothing.new_empty(mine.shape)
+    for part, region in zip(exchange_parts(sent, shapes, mesh), mine.regions, strict=True):
+        if part.numel():
+            view_of(whole, region).copy_(part)
+    return whole
+
+
+def exchange_parts(
+    sent: list[Tensor], shapes: Sequence[tuple[int, ...]], mesh: Mesh
+) -> list[Tensor]:
+    """Send `sent[r]` to rank r, and return a tensor of `shapes[r]` from each rank r. Collective.
+
+    Ranks after the end of a list get nothing, or send nothing. All tensors have one dtype.
+    """
+    num_sent = [0] * mesh.world_size
+    num_sent[: len(sent)] = [t.numel() for t in sent]
+    num_received = [0] * mesh.world_size
+    num_received[: len(shapes)] = map(math.prod, shapes)
+    received = sent[0].new_empty(sum(num_received))
+    flat = torch.cat([t.flatten() for t in sent])
+    dist.all_to_all_single(received, flat, num_received, num_sent)
+    parts = received.split(num_received)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]

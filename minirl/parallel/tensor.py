@@ -3,8 +3,8 @@
 Parameters become DTensors on the tensor axis, which is what FSDP, optimizer, refit and checkpoints
 see; the forward runs on local tensors with explicit collectives, Shoeybi et al. 2019 (arXiv
 1909.08053). Sequence parallelism, Korthikanti et al. 2022 (arXiv 2205.05198): between the parallel
-blocks each rank keeps its part of the tokens, and an all-reduce becomes a reduce-scatter behind a
-block and an all-gather in front of the next.
+blocks each rank keeps its part of the tokens, and an all-reduce becomes a reduce-scatter after a
+block and an all-gather before the next.
 
 The library's own tensor parallelism is not used: under gradient accumulation it reduces the
 gradients of query and key norms twice.
@@ -29,8 +29,7 @@ from torch.distributed.tensor import (
 
 from minirl.base.errors import UserError
 from minirl.parallel.fsdp import local
-from minirl.parallel.layout import WHOLE, Forward, Layout, shard_all
-from minirl.parallel.redistribute import move, own_parts
+from minirl.parallel.placements import WHOLE, Forward, Layout, local_parts, move, shard_all
 
 # Names of a linear's adapter (model/adapters/lora.py), [rank, in] and [out, rank].
 LORA_A = "lora_A"
@@ -132,7 +131,7 @@ def _parts(module: Any, tp: TensorParallel) -> Forward:
     group = tp.group
 
     def of_rank(p: Tensor) -> Tensor:
-        return own_parts(local(p, partial=True), module.parts, group.rank(), group.size(), dim=0)
+        return local_parts(local(p, partial=True), module.parts, group.rank(), group.size(), dim=0)
 
     return shard_all(module, tp.mesh, Layout(Replicate(), of_rank))
 
@@ -147,7 +146,7 @@ def _column_parts(module: Any, tp: TensorParallel) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         y = move(column(x), group, Shard(FEATURES), Replicate(), grad=Partial())
-        return own_parts(y, module.parts, group.rank(), group.size(), FEATURES)
+        return local_parts(y, module.parts, group.rank(), group.size(), FEATURES)
 
     return forward
 
@@ -175,7 +174,7 @@ def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
 def _row(module: nn.Linear, tp: TensorParallel) -> Forward:
     """Keep a part of the weight's columns, and add the partial sums over ranks.
 
-    The bias is added once, behind the sum.
+    The bias is added once, after the sum.
     """
     row_sums = _row_sums(module, tp)
 
@@ -239,7 +238,7 @@ def _router_alone(module: Any, tp: TensorParallel) -> Forward:
 
 
 def _experts_alone(module: Any, tp: TensorParallel) -> Forward:
-    """Do as `_experts`, behind `_router_alone`: some tokens in, and summed over ranks out."""
+    """Do as `_experts`, after `_router_alone`: some tokens in, and summed over ranks out."""
     is_divided = all(isinstance(p, DTensor) for p in module._parameters.values())  # over EP ranks
     mixture = module.forward if is_divided else _experts(module, tp)
 
@@ -253,16 +252,16 @@ def _experts_alone(module: Any, tp: TensorParallel) -> Forward:
 EXPERTS = "moe_tp_experts"
 STYLES: dict[str, Style] = {
     "embedding": _embedding,
-    "head": _column,  # whose logits are never gathered
+    "head": _column,  # Its logits are never gathered.
     # The strings of the library's plans.
     "colwise": _column,
     "colwise_gather_output": _gathered_column,
     "rowwise": _row,
     "rowwise_split_input": _split_row,
     EXPERTS: _experts,
-    # Of an attention module whose own parameters have a number for each head: this rank's heads.
+    # Of an attention module with parameters that have a number for each head: this rank's heads.
     "heads": _column,
-    # Those of model/plans.py.
+    # The strings of model/families.py.
     "whole": _whole,
     "router_alone": _router_alone,
     "experts_alone": _experts_alone,
@@ -298,7 +297,7 @@ def check_divides(divided: dict[str, int], size: int) -> None:
 
 
 def _find_undivided(divided: dict[str, int], size: int) -> str | None:
-    """Return the first name whose value `size` does not divide, None if it divides all."""
+    """Return the first name with a value that `size` does not divide, None if it divides all."""
     for name, value in divided.items():
         if value % size and (name not in REPLICABLE or size % value):
             return name

@@ -11,7 +11,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import PairsConfig, SupervisedConfig
 from minirl.model import families
-from minirl.model.sizes import of_layers
+from minirl.model.families import layer_values
 from minirl.plan.cards import Card
 from minirl.plan.estimate import CHECKPOINTING, Models, by_formulas
 from minirl.plan.planner import Plan, could_share_base
@@ -162,7 +162,7 @@ def _engine_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
     """Return sizes of `engine.tensor_parallel_size` that divide the model, ranks and a node."""
     values = workload.policy.model.get_text_config().to_dict()
     heads = values["num_attention_heads"]
-    all_kv_heads = of_layers(values, "num_key_value_heads")
+    all_kv_heads = layer_values(values, "num_key_value_heads")
     return [
         size
         for size in SIZES

@@ -9,8 +9,7 @@ from minirl.base.errors import BAD_INPUT, DONE, require
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, SupervisedConfig
-from minirl.model import build, families
-from minirl.model.mixture import mixtures
+from minirl.model import build, checks, families
 from minirl.parallel import tensor
 from minirl.plan import advice, estimate, page, pretend
 from minirl.plan.flags import find_card
@@ -87,9 +86,7 @@ def _check_experts(
     models: dict[str, PretrainedConfig], cfg: TrainingConfig, gpus_per_node: int
 ) -> None:
     tokens = cfg.tokens_per_rank
-    mixtures.check_experts(
-        models, cfg.parallel, ranks_of_node=gpus_per_node, tokens_per_rank=tokens
-    )
+    checks.check_experts(models, cfg.parallel, ranks_of_node=gpus_per_node, tokens_per_rank=tokens)
 
 
 def _read_model(model: str, setting: str, cfg: TrainingConfig) -> PretrainedConfig:
@@ -100,6 +97,6 @@ def _read_model(model: str, setting: str, cfg: TrainingConfig) -> PretrainedConf
         "plan; give a folder with a config.json or a hub id",
     )
     config = build.read_config(model)
-    families.check_supported(config, f"{setting} = {model}")
+    checks.check_supported(config, f"{setting} = {model}")
     tensor.check_divides(families.divided(config), cfg.parallel.tensor)
     return config

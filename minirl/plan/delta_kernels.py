@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model.hybrid import fla_package
+from minirl.model.hybrid import delta_net
 from minirl.plan.delta_nets import delta_rule_flops
 from minirl.types.blocks import CHUNK
 
@@ -35,9 +35,9 @@ def _(read: Sequence[Tensor], written: Sequence[Tensor], flops: float) -> None:
 
 def pretend() -> None:
     """Let the gated delta nets of this process compute as if both packages were installed."""
-    package: Any = fla_package
-    package.convolution = lambda x: _convolve
-    package.delta_rule = lambda q: _delta_rule
+    net: Any = delta_net
+    net.convolution_kernel = lambda x: _convolve
+    net.delta_rule_kernel = lambda q: _delta_rule
 
 
 def _convolve(features: Tensor, weight: Tensor, *, activation: str) -> Tensor:

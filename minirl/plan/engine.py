@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from minirl.config.policy import ParallelConfig
 from minirl.engine.engine import NamedTensors
-from minirl.parallel.fsdp import local_region
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.regions import CheckpointSlice, Region
+from minirl.parallel.regions import CheckpointSlice, Region, local_region
 
 # vLLM keeps these matrices as one, end to end.
 _FUSED = {

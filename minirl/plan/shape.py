@@ -12,9 +12,8 @@ from transformers import PretrainedConfig
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.model import build
+from minirl.model.families import experts_of_token, head_dim
 from minirl.model.freeze import frozen_names, patterns_of
-from minirl.model.mixture.mixtures import experts_of_token
-from minirl.model.sizes import head_dim
 from minirl.plan.adapted import PACKED_BYTES, AdapterCounts, Adapters, names_layers
 from minirl.plan.delta_nets import DeltaNets, read_delta_nets
 

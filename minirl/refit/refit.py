@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from minirl.base.errors import UserError, require
 from minirl.config.rl import RefitConfig
 from minirl.engine.engine import NamedTensors, RolloutEngine
-from minirl.parallel.fsdp import local, local_region
-from minirl.parallel.regions import CheckpointSlice, Region
+from minirl.parallel.fsdp import local
+from minirl.parallel.regions import CheckpointSlice, Region, local_region
 from minirl.refit.plan import Bucket, Grid, Planner, one_of_each_layout, wire_dtypes
 from minirl.refit.record import EnginePart, Recorder, Wanted, join, wanted_by_name
 

@@ -40,10 +40,8 @@ from minirl.data.rows import Rows, errors_at
 from minirl.data.split import Mark, read_rows
 from minirl.data.vision import Vision, read_vision
 from minirl.envs.registry import make_env
-from minirl.model import build, families, loading, scratch
-from minirl.model.hybrid import delta_net
-from minirl.model.mixture import mixtures, routing
-from minirl.model.weight_files import open_weights
+from minirl.model import build, checks, families, loading, scratch
+from minirl.model.loading import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
     check_on_one_machine,
@@ -190,7 +188,7 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
     count_frozen(policy.config, cfg.policy)
     count_frozen(critic, cfg.critic, score=True)
     check_routers(cfg, policy.config, critic)
-    mixtures.check_experts(
+    checks.check_experts(
         configs,
         cfg.parallel,
         ranks_of_node=ranks_of_node(),
@@ -252,10 +250,10 @@ def check_same_models(
 
 def check_routers(cfg: RLConfig, policy: PretrainedConfig, critic: PretrainedConfig) -> None:
     """Refuse settings of routers where a model has none. Raises UserError."""
-    routing.check(policy, cfg.policy)
-    routing.check(critic, cfg.critic)
+    checks.check_routers(policy, cfg.policy)
+    checks.check_routers(critic, cfg.critic)
     require(
-        not cfg.algo.router_replay or routing.is_mixture(policy),
+        not cfg.algo.router_replay or families.has_experts(policy),
         "algo.router_replay replays the routers of a mixture of experts, and policy.model = "
         f"{cfg.policy.model} is of family {policy.model_type}, which has none; set it to false",
     )
@@ -374,13 +372,13 @@ def find_model(
         max_images = engine.max_images
         # Replayed rollouts were sampled before and need no engine.
         device = None if cfg.rollout.replay else engine_on
-        families.check_supported(
+        checks.check_supported(
             config, where, engine.tensor_parallel_size, engine.max_model_len, device
         )
         longest = engine.max_model_len + cfg.eval_extra_tokens
-        families.check_positions(config, where, "engine.max_model_len", longest)
+        checks.check_positions(config, where, "engine.max_model_len", longest)
     else:
-        families.check_supported(config, where)
+        checks.check_supported(config, where)
     _check_mesh(config, cfg.parallel)
 
     vision = read_vision(folder, max_images) if families.reads_images(config) else None
@@ -399,7 +397,7 @@ def find_model(
 def _check_mesh(config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuse a mesh that does not divide a model. Raises UserError."""
     tensor.check_divides(families.divided(config), parallel.tensor)
-    delta_net.check_heads(config, parallel.tensor, parallel.context)
+    checks.check_heads(config, parallel.tensor, parallel.context)
 
 
 def check_tokens(
@@ -472,7 +470,7 @@ def find_other_model(
         return None
     folder = build.find_folder(model, setting)
     config = build.read_config(folder)
-    families.check_supported(config, f"{setting} = {model}")
+    checks.check_supported(config, f"{setting} = {model}")
     _check_mesh(config, parallel)
     require(
         families.reads_images(config) == families.reads_images(policy),

@@ -23,8 +23,7 @@ from minirl.data import chat, images
 from minirl.data.examples import Chats, to_examples
 from minirl.data.formats import open_chats
 from minirl.data.rows import Rows
-from minirl.model import families
-from minirl.model.mixture import mixtures, routing
+from minirl.model import checks
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.plan.shape import count_frozen
@@ -79,17 +78,17 @@ class SupervisedTrainer(BaseTrainer):
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
                 files = find_model(cfg, max_tokens, mesh.watch, chats=has_chats)
-                mixtures.check_experts(
+                checks.check_experts(
                     {"policy": files.config},
                     cfg.parallel,
                     ranks_of_node=ranks_of_node(),
                     tokens_per_rank=cfg.tokens_per_rank,
                 )
             count_frozen(files.config, cfg.policy, score=self.task.score_head)
-            routing.check(files.config, cfg.policy)
+            checks.check_routers(files.config, cfg.policy)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             where = f"policy.model = {cfg.policy.model}"
-            families.check_positions(files.config, where, "data.max_tokens", max_tokens)
+            checks.check_positions(files.config, where, "data.max_tokens", max_tokens)
             require_shown(train, files.tokenizer)
             require_shown(held_out, files.tokenizer)
             require(

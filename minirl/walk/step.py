@@ -23,6 +23,7 @@ from minirl.engine.engine import RolloutEngine
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.regions import local_region
 from minirl.refit.plan import Planner
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import score_reasoning_gym
@@ -139,12 +140,12 @@ class Walk(Trainer):
 
     def show_weights(self) -> None:
         """Show the shards of a weight, and bring all weights into the engine."""
-        station("1. Shards: every rank owns a part of every weight", fsdp.shard, fsdp.local_region)
+        station("1. Shards: every rank owns a part of every weight", fsdp.shard, local_region)
         shards = self.policy.shards()
         show("   in    {} {}", WEIGHT, shards[WEIGHT].shape)
         show(
             "   out   rank 0 owns {}\n         rank 1 owns {}",
-            *self.mesh.gather(fsdp.local_region(shards[WEIGHT])),
+            *self.mesh.gather(local_region(shards[WEIGHT])),
         )
 
         station(

@@ -21,9 +21,10 @@ from minirl.base.errors import UserError, require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import LoraConfig
-from minirl.model.adapters import lora
+from minirl.model import loading
 from minirl.model.adapters.lora import FUSED, is_adapter, weight_of
-from minirl.parallel.fsdp import local, local_region
+from minirl.parallel.fsdp import local
+from minirl.parallel.regions import local_region, view_of
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 WEIGHTS = "adapter_model.safetensors"
@@ -157,7 +158,7 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
         setting: what names it, for messages.
 
     Raises:
-        UserError: there is none, or it is of a kind that minirl has not.
+        UserError: there is none, or it is of a kind that minirl does not have.
     """
     described = _read_config(folder, setting)
     for name, plain in (
@@ -221,7 +222,7 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
             f"{setting} = {folder} has {name} {there}, and {section}.{name} is {here}; set "
             f"{section}.{name} {there}",
         )
-    fill_trained(lora.trained(model), folder, setting)
+    fill_trained(loading.trained(model), folder, setting)
 
 
 @torch.no_grad()
@@ -301,7 +302,4 @@ def _fill(name: str, p: Tensor, t: Tensor, place: str) -> None:
         bool(t.isfinite().all()),
         f"{place}: {name_in_file(name)} has NaN or infinity; take another adapter",
     )
-    whole = from_file(name, t, p.shape)
-    offset, size = local_region(p)
-    part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
-    local(p).copy_(whole[part])
+    local(p).copy_(view_of(from_file(name, t, p.shape), local_region(p)))

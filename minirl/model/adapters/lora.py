@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from minirl.base.errors import UserError, require
 from minirl.config.policy import LoraConfig
 from minirl.model.adapters import nf4
-from minirl.model.adapters.merge import merge, product
-from minirl.model.adapters.nf4 import Packed
+from minirl.model.adapters.nf4 import FourBits, Multiply
+from minirl.model.families import FUSED
 from minirl.model.freeze import frozen_names
-from minirl.model.mixture.experts import FUSED
-from minirl.parallel.fsdp import local, local_region
+from minirl.parallel.fsdp import local
+from minirl.parallel.regions import local_region, view_of
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 # Groups of targets, by the block that a linear is in.
@@ -42,10 +42,7 @@ TOWERS = ("*visual*", "*vision_tower*", "*audio_tower*")  # Get adapters by patt
 # gates of a delta net's heads, of which there are about as many as a rank.
 GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
 
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+RANKS = 8  # The grouped kernel of CUDA takes rows of a multiple of 16 bytes.
 
 
 def is_adapter(name: str) -> bool:
@@ -61,7 +58,7 @@ class Adapters:
     scale: float  # Of what they add.
     on: bool = True  # False: the model computes as its base does.
     # Weights that are held in four bits, by name.
-    packed: dict[str, Packed] = field(default_factory=dict)
+    packed: dict[str, FourBits] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,9 +98,13 @@ def attach(
         if any(p.requires_grad for p in module.parameters()):
             continue  # It is trained whole.
         if isinstance(module, nn.Linear):
-            _attach_to_linear(module, adapters, dtype)
-        else:
-            _attach_to_experts(module, name, adapters, dtype, setting)
+            _register(module, "", module.weight, adapters, dtype)
+            module.forward = partial(_forward, module, adapters)  # type: ignore[method-assign]
+            continue
+        _check_layout(module, name, f"{setting}.targets")
+        for fused in FUSED:
+            _register(module, f"{fused}_", module.get_parameter(fused), adapters, dtype)
+        module.adapters = adapters  # type: ignore[assignment]  # for model/mixture/experts.py
     if cfg.quantization == "nf4":
         _pack_layers(model, adapters, trained_whole, f"{setting}.quantization")
     return adapters
@@ -116,7 +117,7 @@ def _pack_layers(
     for module_name in target_names(model, ["all-linear"], setting):
         module: Any = model.get_submodule(module_name)
         is_linear = isinstance(module, nn.Linear)
-        here: dict[str, Packed] = {}
+        here: dict[str, FourBits] = {}
         for name in ("weight",) if is_linear else FUSED:
             whole_name = f"{module_name}.{name}"
             if whole_name in trained_whole:
@@ -175,21 +176,6 @@ def _matches(name: str, target: str) -> bool:
     return last == target and not in_tower
 
 
-def _attach_to_linear(module: nn.Linear, adapters: Adapters, dtype: torch.dtype) -> None:
-    _register(module, "", module.weight, adapters, dtype)
-    module.forward = partial(_forward, module, adapters)  # type: ignore[method-assign]
-
-
-def _attach_to_experts(
-    module: nn.Module, name: str, adapters: Adapters, dtype: torch.dtype, setting: str
-) -> None:
-    _check_layout(module, name, f"{setting}.targets")
-    for fused in FUSED:
-        weight = module.get_parameter(fused)
-        _register(module, f"{fused}_", weight, adapters, dtype)
-    module.adapters = adapters  # type: ignore[assignment]  # for model/mixture/experts.py
-
-
 def _check_layout(module: Any, name: str, setting: str) -> None:
     require(
         not module.is_transposed,
@@ -216,7 +202,7 @@ def _forward(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor:
     return _adapted(module, adapters, x, None, module.weight)
 
 
-def _packed_forward(module: nn.Linear, adapters: Adapters, packed: Packed, x: Tensor) -> Tensor:
+def _packed_forward(module: nn.Linear, adapters: Adapters, packed: FourBits, x: Tensor) -> Tensor:
     """Stand in for the forward of a linear that is held in four bits."""
     scales = module._parameters[f"weight_{nf4.SCALES}"]
     assert scales is not None
@@ -227,7 +213,7 @@ def _packed_forward(module: nn.Linear, adapters: Adapters, packed: Packed, x: Te
 
 
 def _adapted(
-    module: nn.Linear, adapters: Adapters, x: Tensor, packed: Packed | None, *base: Tensor
+    module: nn.Linear, adapters: Adapters, x: Tensor, packed: FourBits | None, *base: Tensor
 ) -> Tensor:
     """Return what a linear with an adapter makes of x. `packed`, `base`: as `product` has them."""
     parameters: dict = module._parameters
@@ -250,13 +236,111 @@ def start(model: nn.Module) -> None:
             bound = 1 / math.sqrt(p.shape[-1])
             whole = torch.empty(p.shape, dtype=torch.float32)
             whole.uniform_(-bound, bound, generator=generator)
-            offset, size = local_region(p)
-            part = [slice(first, first + num) for first, num in zip(offset, size, strict=True)]
-            local(p).copy_(whole[tuple(part)])
+            local(p).copy_(view_of(whole, local_region(p)))
 
 
 # --------------------------------------------------------------------------------------------------
 # merged weights
+
+
+def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """Return weight + scale B A, rounded once, in the dtype of the weight.
+
+    The factors are rounded to that dtype first, as FSDP gathers them.
+
+    Args:
+        weight: [.., out, in].
+        b: [.., out, rank].
+        a: [.., rank, in].
+        scale: `Adapters.scale`.
+    """
+    stacked = weight.view(-1, *weight.shape[-2:])
+    b = b.to(weight.dtype).view(len(stacked), *b.shape[-2:])
+    a = a.to(weight.dtype).view(len(stacked), *a.shape[-2:])
+    # Not `@`: selective checkpointing (model/build.py) would keep its results, a second model.
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return torch.baddbmm(stacked, b, a, alpha=scale).view(weight.shape)
+    return (stacked + torch.baddbmm(stacked, b, a, beta=0) * scale).view(weight.shape)
+
+
+class _Product(torch.autograd.Function):
+    """x times a merged weight, of which the factors have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        multiply: Multiply,
+        packed: FourBits | None,
+        *base: Tensor,
+    ) -> Tensor:
+        """Multiply by the merged weight, and keep what it was made of."""
+        ctx.save_for_backward(x, a, b, *base)
+        ctx.scale = scale
+        ctx.multiply = multiply
+        ctx.packed = packed
+        weight = nf4.dequantise(packed, *base) if packed else base[0]
+        weight = merge(weight, b, a, scale)
+        return multiply(x, weight) if bias is None else F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Merge again for the gradient of x. The gradients of A and B are those of B A x."""
+        x, a, b, *base = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = nf4.dequantise(ctx.packed, *base) if ctx.packed else base[0]
+            weight = merge(weight, b, a, ctx.scale)
+            grad_x = ctx.multiply(grad, weight.mT)
+        with torch.enable_grad():
+            factors = [a.detach().requires_grad_(), b.detach().requires_grad_()]
+            padded_a, padded_b = factors
+            if b.ndim == 3:  # Factors of experts get a rank that the grouped kernel takes.
+                missing = -b.shape[-1] % RANKS
+                padded_a = F.pad(padded_a, (0, 0, 0, missing))
+                padded_b = F.pad(padded_b, (0, missing))
+            low = ctx.multiply(x.detach(), padded_a) * ctx.scale  # here it has the fewest columns
+            added = ctx.multiply(low, padded_b)
+            grad_a, grad_b = torch.autograd.grad(added, factors, grad)
+        grad_bias = None
+        if ctx.needs_input_grad[3]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        without = [None] * (len(base) + 3)
+        return grad_x, grad_a, grad_b, grad_bias, *without
+
+
+def product(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    multiply: Multiply,
+    packed: FourBits | None,
+    *base: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return multiply(x, W + scale B A), and the bias.
+
+    The weight is merged before it is multiplied by, and rounded as `Merged` rounds it, so that the
+    engine computes with the same weights bit by bit. A sum of two products, W x and B A x, would
+    differ from them by a rounding of bfloat16 for each weight, which is as large as what adapters
+    change: the log-probs of engine and trainer would be twice as far apart as in full training.
+
+    Args:
+        x: [.., in].
+        a: [.., rank, in].
+        b: [.., out, rank].
+        scale: `Adapters.scale`.
+        multiply: its gradient for x must be multiply(gradient, weight.mT).
+        packed: of a base that is held in four bits; None: it is not.
+        base: the frozen weight [.., out, in]; or, in four bits, its bytes and its scales.
+        bias: [out], of a linear.
+    """
+    return _Product.apply(x, a, b, bias, scale, multiply, packed, *base)
 
 
 class Merged(Mapping[str, Tensor]):
@@ -298,8 +382,8 @@ class Merged(Mapping[str, Tensor]):
         (*experts, row, column), (*num_experts, num_rows, num_columns) = local_region(shard)
         whole_b, whole_a = _whole(b), _whole(a)
         if experts:
-            own = slice(experts[0], experts[0] + num_experts[0])
-            whole_b, whole_a = whole_b[own], whole_a[own]
+            here = slice(experts[0], experts[0] + num_experts[0])
+            whole_b, whole_a = whole_b[here], whole_a[here]
         rows = whole_b[..., row : row + num_rows, :].clone()
         columns = whole_a[..., column : column + num_columns].clone()
         return rows, columns

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minirl.base.errors import UserError, require
-from minirl.parallel.fsdp import local, local_region
+from minirl.parallel.fsdp import local
+from minirl.parallel.regions import local_region, view_of
 
 BLOCK = 64  # Weights that have one scale.
 NESTED = 256  # Scales that have one scale.
-SCALES = "nf4_scales"  # What the 8-bit parameter of a weight is called, behind the weight's name.
+SCALES = "nf4_scales"  # Ends the name of a weight's 8-bit parameter, after the weight's name.
 # multiply(x, weight) is x @ weight.mT, for x [.., in] and weight [.., out, in].
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -66,8 +67,8 @@ def _quantise(library: Any, weight: Tensor) -> tuple[Tensor, Any]:
 
 
 @dataclass
-class Packed:
-    """What is known of a weight beside its packed bytes and 8-bit scales."""
+class FourBits:
+    """What is known of a weight besides its packed bytes and 8-bit scales."""
 
     shape: torch.Size  # Of the weight.
     dtype: torch.dtype  # It is dequantised to.
@@ -78,19 +79,19 @@ class Packed:
     offset: Tensor = field(default_factory=lambda: torch.empty(0))  # A scalar, added to scales.
     code: Tensor = field(default_factory=lambda: torch.empty(0))  # [256], what 8 bits mean.
 
-    def take(self, other: "Packed") -> None:
+    def take(self, other: "FourBits") -> None:
         """Become as another of the same weight."""
         self.nested = other.nested
         self.offset = other.offset
         self.code = other.code
 
 
-def pack(module: nn.Module, name: str, whole_name: str) -> Packed:
+def pack(module: nn.Module, name: str, whole_name: str) -> FourBits:
     """Replace a weight on the meta device by the parameters of its packed form, not filled.
 
     Args:
         module: that has it.
-        name: of the weight in the module; `{name}_nf4_scales` is put beside it.
+        name: of the weight in the module; `{name}_nf4_scales` is added.
         whole_name: its name in the model, for messages.
 
     Raises:
@@ -112,11 +113,11 @@ def pack(module: nn.Module, name: str, whole_name: str) -> Packed:
     for new_name, shape in shapes.items():
         values = torch.empty(shape, dtype=torch.uint8, device=weight.device)
         module.register_parameter(new_name, nn.Parameter(values, requires_grad=False))
-    return Packed(weight.shape, weight.dtype)
+    return FourBits(weight.shape, weight.dtype)
 
 
 @torch.no_grad()
-def fill(packed: Packed, weight: Tensor, bits: Tensor, scales: Tensor) -> None:
+def fill(packed: FourBits, weight: Tensor, bits: Tensor, scales: Tensor) -> None:
     """Quantise a whole weight, and keep this rank's part.
 
     Args:
@@ -133,12 +134,12 @@ def fill(packed: Packed, weight: Tensor, bits: Tensor, scales: Tensor) -> None:
     packed.code = state.state2.code
     packed.offset = state.offset
     for p, values in ((bits, all_bits), (scales, state.absmax)):
-        offset, size = local_region(p)
-        part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
-        local(p).copy_(values.view(p.shape)[part])
+        local(p).copy_(view_of(values.view(p.shape), local_region(p)))
 
 
-def dequantise(packed: Packed, bits: Tensor, scales: Tensor, block: Tensor | None = None) -> Tensor:
+def dequantise(
+    packed: FourBits, bits: Tensor, scales: Tensor, block: Tensor | None = None
+) -> Tensor:
     """Return a weight, or some of its rows.
 
     Args:
@@ -176,7 +177,7 @@ def dequantise(packed: Packed, bits: Tensor, scales: Tensor, block: Tensor | Non
 def rounded(weight: Tensor) -> Tensor:
     """Return a weight [.., out, in] as it is computed with when it is held in four bits."""
     *rows, columns = weight.shape
-    packed = Packed(weight.shape, weight.dtype)
+    packed = FourBits(weight.shape, weight.dtype)
     bits = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(*rows, columns // BLOCK, dtype=torch.uint8, device=weight.device)
     fill(packed, weight, bits, scales)
@@ -188,7 +189,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bits: Tensor, scales: Tensor, packed: Packed, multiply: Multiply
+        ctx: Any, x: Tensor, bits: Tensor, scales: Tensor, packed: FourBits, multiply: Multiply
     ) -> Tensor:
         """Multiply by the dequantised weight, and keep the packed one."""
         ctx.save_for_backward(bits, scales)
@@ -203,7 +204,9 @@ class _Product(torch.autograd.Function):
         return ctx.multiply(grad, weight.mT), None, None, None, None
 
 
-def product(x: Tensor, bits: Tensor, scales: Tensor, packed: Packed, multiply: Multiply) -> Tensor:
+def product(
+    x: Tensor, bits: Tensor, scales: Tensor, packed: FourBits, multiply: Multiply
+) -> Tensor:
     """Return multiply(x, weight) for a packed weight that all ranks' parts have been gathered of.
 
     Args:
@@ -216,7 +219,7 @@ def product(x: Tensor, bits: Tensor, scales: Tensor, packed: Packed, multiply: M
     return _Product.apply(x, bits, scales, packed, multiply)
 
 
-def layout(packed: Packed, bits: Tensor) -> Tensor:
+def layout(packed: FourBits, bits: Tensor) -> Tensor:
     """Return a tensor without values that lies on the ranks as the weight would.
 
     Args:
@@ -239,7 +242,9 @@ def like(spread: DTensor, here: Tensor, shape: torch.Size) -> DTensor:
     )
 
 
-def shard(packed: Packed, bits: Tensor, scales: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+def shard(
+    packed: FourBits, bits: Tensor, scales: Tensor, read: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return this rank's part of a weight, dequantised.
 
     Args:
@@ -248,8 +253,6 @@ def shard(packed: Packed, bits: Tensor, scales: Tensor, read: Callable[[Tensor],
         scales: this rank's part of the 8-bit scales.
         read: returns this rank's tensor of either, or if it is offloaded, a copy.
     """
-    offset, size = local_region(scales)
     numbers = torch.arange(scales.numel(), device=local(scales).device).view(scales.shape)
-    part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
-    block = numbers[part] // NESTED
+    block = view_of(numbers, local_region(scales)) // NESTED
     return dequantise(packed, read(local(bits)), read(local(scales)), block)

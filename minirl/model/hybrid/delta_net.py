@@ -4,51 +4,30 @@ A head's state S is a matrix that each row t decays, corrects and reads:
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}' k_t)',    o_t = S_t' q_t.
 
-It begins with zeros at each sequence of a packed batch, and an answer whose prompt siblings share
-begins with the state behind the prompt. So does the short convolution before it. The library's
+It begins with zeros at each sequence of a packed batch, and an answer to a shared prompt begins
+with the state after the prompt. So does the short convolution before it. The library's
 layers know neither, so `install` gives them the forward below.
 """
 
-from functools import partial
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from minirl.base.errors import require
-from minirl.model.hybrid import fla_package
 from minirl.model.hybrid.delta_rule import (
-    convolution,
     convolution_formula,
     decay_formula,
     delta_rule_formula,
     in_heads,
     with_zeros,
 )
-from minirl.parallel.redistribute import AllToAll, own_parts
+from minirl.parallel.placements import AllToAll, local_parts
 from minirl.types.blocks import Recurrence
 from minirl.types.packed import Context, Packed
-
-
-def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:
-    """Refuse a mesh over which a model's gated delta nets cannot be divided, which is by heads.
-
-    Args:
-        config: of the model.
-        tensor: parallel.tensor.
-        context: parallel.context.
-
-    Raises:
-        UserError: it does not divide their number.
-    """
-    num_heads = config.get_text_config().linear_num_key_heads if convolution(config) else 0
-    require(
-        num_heads % (tensor * context) == 0,
-        f"parallel.tensor * parallel.context = {tensor} * {context} = {tensor * context} does not "
-        f"divide linear_num_key_heads = {num_heads} of family {config.model_type!r}, whose layers "
-        "with a state are divided by heads; lower one of the two",
-    )
 
 
 def install(model: nn.Module) -> None:
@@ -90,7 +69,7 @@ def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: objec
     key_dim, value_dim, num_heads = heads.sizes
     mixed, b, a = rows.split([2 * key_dim + value_dim, num_heads, num_heads], dim=-1)
     q, k, v = in_heads(module, module.conv1d(mixed, recurrence, heads))
-    log_decay = decay_formula(a, heads.own(module.A_log), heads.own(module.dt_bias))
+    log_decay = decay_formula(a, heads.local(module.A_log), heads.local(module.dt_bias))
     out = delta_rule(q, k, v, log_decay, b.sigmoid(), recurrence)
 
     out = heads.scatter(out.flatten(1), recurrence).view(-1, module.head_v_dim)
@@ -116,23 +95,23 @@ class _Heads:
         self._all_parts = (*self.parts, num_heads, num_heads)
         self.sizes = (key_dim // self.size, value_dim // self.size, num_heads // self.size)
 
-    def own(self, t: Tensor, parts: tuple[int, ...] | None = None) -> Tensor:
+    def local(self, t: Tensor, parts: tuple[int, ...] | None = None) -> Tensor:
         """Return what belongs to the heads of a weight [C, ...], in parts that lie end to end."""
         if self.context is None:
             return t
-        return own_parts(t, parts or (len(t),), self.context.rank, self.size, dim=0)
+        return local_parts(t, parts or (len(t),), self.context.rank, self.size, dim=0)
 
     def gather(self, x: Tensor, recurrence: Recurrence) -> Tensor:
-        """Move from own rows [T, C] for all heads to all rows [N, C / R] for own heads."""
+        """Move from this rank's rows [T, C] for all heads to all rows [N, C / R] for its heads."""
         if self.context is None or recurrence.gathered is None:
             return x
         ranks = range(self.size)
-        given = [own_parts(x, self._all_parts, rank, self.size, dim=1) for rank in ranks]
+        given = [local_parts(x, self._all_parts, rank, self.size, dim=1) for rank in ranks]
         rows = AllToAll.apply(torch.stack(given), self.context.group).flatten(0, 1)
         return rows.index_select(0, recurrence.gathered)
 
     def scatter(self, x: Tensor, recurrence: Recurrence) -> Tensor:
-        """Move back from all rows [N, C / R] to own rows [T, C]."""
+        """Move back from all rows [N, C / R] to this rank's rows [T, C]."""
         if self.context is None or recurrence.back is None:
             return x
         rows = with_zeros(x).index_select(0, recurrence.back)
@@ -169,9 +148,9 @@ def convolve(module: nn.Conv1d, x: Tensor, recurrence: Recurrence, heads: _Heads
         recurrence: of the batch.
         heads: those that the features are of.
     """
-    weight = heads.own(module.weight, heads.parts).squeeze(1)
+    weight = heads.local(module.weight, heads.parts).squeeze(1)
     rows = with_zeros(x).index_select(0, recurrence.history)
-    kernel = fla_package.convolution(x)
+    kernel = convolution_kernel(x)
     if kernel:
         out = kernel(rows.T[None], weight, activation="silu")[0].T
         return out.index_select(0, recurrence.places)
@@ -195,9 +174,9 @@ def delta_rule(
     Returns:
         The output [T, H, Dv].
     """
-    kernel = fla_package.delta_rule(q)
+    kernel = delta_rule_kernel(q)
     outputs = []
-    states = None  # Behind the last rows of the span before.
+    states = None  # After the last rows of the span before.
     for span in recurrence.spans:
         here = slice(span.start, span.stop)
         initial = None
@@ -210,3 +189,55 @@ def delta_rule(
             out, states = delta_rule_formula(*inputs, initial, span)
         outputs.append(out)
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# the door to kernels on CUDA: flash-linear-attention, causal-conv1d (extra `hybrids`)
+#
+# Without them, and in dtypes that they do not know, the formulas of delta_rule.py compute the same.
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@cache
+def _function(module: str, name: str) -> Any:
+    """Return a package's function, None without the package."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return None
+    return vars(importlib.import_module(module))[name]
+
+
+def convolution_kernel(x: Tensor) -> Callable[..., Tensor] | None:
+    """Return causal-conv1d's function if it can take such features, else None.
+
+    It is called with features [1, C, T], weights [C, K] and `activation`.
+    """
+    if not x.is_cuda or x.dtype not in (*_DTYPES, torch.float32):
+        return None
+    return _function("causal_conv1d", "causal_conv1d_fn")
+
+
+def delta_rule_kernel(q: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return flash-linear-attention's gated delta rule if it can take such queries, else None.
+
+    It is called with queries, keys, values, decays and rates as `delta_rule` has them,
+    initial states [S, H, Dk, Dv] or None, and the running sum [S + 1] of the sequences' rows.
+    """
+    if not q.is_cuda or q.dtype not in _DTYPES:
+        return None
+    kernel = _function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    if kernel is None:
+        return None
+
+    def call(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+        *inputs, initial, cu_rows = arguments
+        out, states = kernel(
+            *(x[None].contiguous() for x in inputs if x is not None),
+            initial_state=initial,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_rows,
+        )
+        return out[0], states
+
+    return call

@@ -3,7 +3,6 @@
 Trainer and engine share them: vLLM's CPU build has no others for any dtype.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +87,7 @@ def delta_rule_formula(
         span: which rows are a sequence's.
 
     Returns:
-        The output [T, H, Dv], and the states behind the sequences [S, H, Dk, Dv], in float32 at
+        The output [T, H, Dv], and the states after the sequences [S, H, Dk, Dv], in float32 at
         least.
     """
     chunks = span.chunks
@@ -97,7 +96,7 @@ def delta_rule_formula(
         initial = solved.values.new_zeros(len(chunks.order), *k.shape[1:], v.shape[-1])
     state = initial.index_select(0, chunks.order)
     outputs = []
-    ended = []  # States behind the sequences that end with a step.
+    ended = []  # States after the sequences that end with a step.
     first = 0
     for count in chunks.counts:
         step = slice(first, first + count)
@@ -128,7 +127,7 @@ def delta_step(
         states: before those rows [S, H, Dk, Dv].
 
     Returns:
-        The output [S, H, Dv], and the states behind the rows, in float32 at least.
+        The output [S, H, Dv], and the states after the rows, in float32 at least.
     """
     queries = _normed(q) * q.shape[-1] ** -0.5
     keys = _normed(k)[..., None]
@@ -148,7 +147,7 @@ class _Solved(NamedTuple):
     # The output is `queries @ S + scores @ u`.
     queries: Tensor  # [C, H, N, Dk]
     scores: Tensor  # [C, H, N, N]
-    # The state behind a chunk is `kept * S + keys' @ u`.
+    # The state after a chunk is `kept * S + keys' @ u`.
     kept: Tensor  # [C, H, 1, 1]
     keys: Tensor  # [C, H, N, Dk]
 
@@ -161,7 +160,12 @@ def _solve(
     Inside one, the corrections u_t = b_t (v_t - a_t S_{t-1}' k_t) depend on each other by a
     triangular system.
     """
-    cut = partial(_in_chunks, rows=rows)
+
+    def cut(x: Tensor) -> Tensor:
+        """Lay rows in chunks: [T, H, D] -> [C, H, CHUNK, D], in float32 at least."""
+        chunks = with_zeros(wide(x)).index_select(0, rows.flatten())
+        return chunks.unflatten(0, rows.shape).transpose(1, 2)
+
     queries = cut(_normed(q)) * q.shape[-1] ** -0.5
     keys = cut(_normed(k))
     rates = cut(rate[..., None])
@@ -190,12 +194,6 @@ def _solve(
 def _normed(x: Tensor) -> Tensor:
     x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
-
-
-def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
-    """Lay rows in chunks: [T, H, D] -> [C, H, CHUNK, D], in float32 at least."""
-    chunks = with_zeros(wide(x)).index_select(0, rows.flatten())
-    return chunks.unflatten(0, rows.shape).transpose(1, 2)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from minirl.model.adapters import nf4
-from minirl.model.adapters.merge import product
+from minirl.model.adapters.lora import product
+from minirl.model.families import FUSED
 from minirl.parallel.experts import ExpertParallel, SortedRows, divide_experts
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 NAME = "minirl"
-FUSED = ("gate_up_proj", "down_proj")  # Tensors of all experts of a layer.
 # Multiply(x, weight, ends), as `_one_by_one` has it.
 Multiply = Callable[..., Tensor]
 
@@ -53,22 +53,16 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor | None
 
 
 def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
-    """Multiply the rows of each expert by its matrix of a name; add its bias and its adapter's."""
-    y = _multiply(module, name, x, partial(multiply, ends=ends))
-    if module.has_bias:
-        y = y + _biases(module._parameters[f"{name}_bias"], ends, len(x))
-    return y
-
-
-def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
-    """Multiply by a matrix of the experts, with its adapter merged into it.
+    """Multiply the rows of each expert by its matrix, with its adapter; add its bias.
 
     Args:
         module: the experts.
-        name: of the matrix.
+        name: the name of the matrix.
         x: [N, in], sorted by expert.
-        multiply: of x and matrices of all experts.
+        ends: where the rows of each expert end, int64 [E].
+        multiply: multiplies x by the matrices of all experts.
     """
+    multiply = partial(multiply, ends=ends)
     parameters = module._parameters
     base = [parameters[name]]
     packed = None
@@ -80,10 +74,14 @@ def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
     a = parameters.get(f"{name}_{LORA_A}")
     if a is not None and module.adapters.on:
         b = parameters[f"{name}_{LORA_B}"]
-        return product(x, a, b, module.adapters.scale, multiply, packed, *base)
-    if packed:
-        return nf4.product(x, base[0], base[1], packed, multiply)
-    return multiply(x, base[0])
+        y = product(x, a, b, module.adapters.scale, multiply, packed, *base)
+    elif packed:
+        y = nf4.product(x, base[0], base[1], packed, multiply)
+    else:
+        y = multiply(x, base[0])
+    if module.has_bias:
+        y = y + _biases(parameters[f"{name}_bias"], ends, len(x))
+    return y
 
 
 def _biases(biases: Tensor, ends: Tensor, num_rows: int) -> Tensor:
@@ -106,7 +104,7 @@ def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: [N, in], sorted by expert.
         weight: [E, out, in].
-        ends: int64 [E]: where the rows of each expert end. Rows behind the last one's have none.
+        ends: int64 [E]: where the rows of each expert end. Rows after the last one's have none.
 
     Returns:
         [N, out], 0 in rows of no expert.

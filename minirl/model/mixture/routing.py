@@ -1,32 +1,246 @@
-"""The routers of a mixture of experts: told which experts to take, counted, and kept in balance.
+"""The routers of a mixture of experts: they take given experts, are counted, and are balanced.
 
 A router scores the experts of each token and takes the k best. `Routing` wraps the routers of a
-model, which stay the library's:
+model, which stay the library's.
 
-* Replay (R3, arXiv 2510.11370): where `Packed.routes` names the experts that the engine took, the
-  router takes them, too. Its scores are its own, with their gradient, and are normalised over those
-  experts as its family does it. Rounding makes a trainer and an engine choose differently now and
-  then, which changes a token's log-prob more than all other rounding.
-* Counts of a step, and what they are for, are in model/mixture/balance.py.
+Replay (R3, arXiv 2510.11370): where `Packed.routes` names the experts that the engine took, the
+router takes them, too. Its scores are its own, with their gradient, and are normalised over those
+experts as its family does it. Rounding makes a trainer and an engine choose differently now and
+then, which changes a token's log-prob more than all other rounding.
+
+Balance: counts and losses over the tokens in the loss of one optimizer step, on all ranks and in
+all micro-batches together, each counted once: by the normalisation rule of algo/normalize.py, so
+that neither packing nor the mesh changes anything. Prompts are left out, because how often a shared
+one is computed depends on the packing.
+
+For each mixture with E experts, N tokens of k choices each, c_i of them for expert i, and router
+logits x:
+
+* auxiliary loss: E * sum_i f_i P_i, where f_i = c_i / N, and P_i is the mean of the router's
+  probability of expert i (Switch Transformer, arXiv 2101.03961, eq. 4 to 6; GShard, arXiv
+  2006.16668; for k > 1 as the library's `load_balancing_loss_func` has it of one layer). It is k if
+  all experts get the same. f_i has no gradient. It is that of the whole step, so it is counted
+  before the first backward: by a forward of all micro-batches but the first, which costs their time
+  once more.
+* z-loss: the mean of logsumexp(x)^2 (ST-MoE, arXiv 2202.08906, eq. 5).
+* bias: b_i += rate * sign(mean_j c_j - c_i) after the step (arXiv 2408.15664, algorithm 1). It
+  takes part in the choice only, and has no gradient.
+
+The losses are means over the mixtures, and come on top of the loss of the step.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig
 
-from minirl.base.errors import require
-from minirl.config.policy import PolicyConfig
-from minirl.config.rl import section_of
+from minirl.config.policy import PolicyConfig, RouterConfig
 from minirl.model import families
-from minirl.model.mixture.balance import BIAS, Balance, WithGradient
-from minirl.model.mixture.mixtures import experts_of_token
+from minirl.model.checks import check_routers
 from minirl.parallel.mesh import Mesh
 from minirl.types.packed import Packed
+
+BIAS = "e_score_correction_bias"  # Of the library's routers, or of the blocks around them.
+
+
+class _Columns(NamedTuple):
+    """Sums over the tokens in the loss, float64, a row for each mixture."""
+
+    loads: Tensor  # [M, E]: choices of each expert.
+    probabilities: Tensor  # [M, E]: of each expert, by the router.
+    entropy: Tensor  # [M, 1]: of these, nats.
+    squared: Tensor  # [M, 1]: logsumexp of the logits, squared.
+    replayed: Tensor  # [M, 1]: tokens with a route from the engine,
+    changed: Tensor  # [M, 1]: and those of them that the router would have sent elsewhere.
+
+
+class WithGradient(torch.autograd.Function):
+    """Pass a router's weights on, and give its logits the gradient of the losses above.
+
+    So the losses are in the backward of the layer, and with activation checkpointing in that of its
+    recomputation, once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, logits: Tensor, balance: "Balance", number: int, rows: Tensor
+    ) -> Tensor:
+        """Return the weights."""
+        ctx.save_for_backward(logits, rows)
+        ctx.balance = balance
+        ctx.number = number
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of weights and logits."""
+        logits, rows = ctx.saved_tensors
+        return grads[0], ctx.balance.gradient(ctx.number, logits, rows), None, None, None
+
+
+class Balance:
+    """Counts and losses of the routers of a model.
+
+    `begin_step` with the number of tokens; forwards that call `count`; `share` before the first
+    backward if `needs_loads`; backwards; `finish`; and `move_bias` if the step was made.
+    """
+
+    def __init__(
+        self,
+        cfg: RouterConfig,
+        biased: list[Any],
+        *,
+        num_experts: int,
+        top_k: int,
+        sigmoid: bool,
+        num_copies: int,
+    ):
+        """Make it; arguments are those of `Routing`, and the modules that have the biases."""
+        self.cfg = cfg
+        self._biased = biased
+        self._num_experts = num_experts
+        self._top_k = top_k
+        self._sigmoid = sigmoid
+        self._num_copies = num_copies
+        self._replays = False
+        self._num_tokens = 1.0  # In the loss of the step, on all ranks.
+        self._sums: Tensor | None = None  # Of this rank; a row holds all `_Columns` of a mixture.
+        self._fractions: Tensor | None = None  # float64 [M, E]: f of all ranks.
+        self._loads: Tensor | None = None  # float64 [M, E]: of all ranks, on the host.
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is on."""
+        return bool(self.cfg.aux_loss_coef or self.cfg.z_loss_coef)
+
+    @property
+    def needs_loads(self) -> bool:
+        """Whether the backward needs the counts of the whole step."""
+        return self.cfg.aux_loss_coef > 0
+
+    def begin_step(self, num_tokens: float, *, replays: bool) -> None:
+        """Forget the last step.
+
+        Args:
+            num_tokens: in the loss of this one, on all ranks.
+            replays: routes of an engine are replayed, where they are known.
+        """
+        self._replays = replays
+        self._num_tokens = max(1.0, num_tokens)
+        self._sums = None
+        self._fractions = None
+        self._loads = None
+
+    def _columns(self, sums: Tensor) -> _Columns:
+        return _Columns(*sums.split([self._num_experts, self._num_experts, 1, 1, 1, 1], dim=1))
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        if self._sigmoid:
+            scores = logits.sigmoid()
+            return scores / scores.sum(-1, keepdim=True)
+        return logits.softmax(-1)
+
+    @torch.no_grad()
+    def count(
+        self,
+        number: int,
+        logits: Tensor,
+        experts: Tensor,
+        rows: Tensor,
+        choice: Tensor | None,
+        own: Tensor | None,
+    ) -> None:
+        """Add what a router has done.
+
+        Args:
+            number: of the router.
+            logits: [T, E].
+            experts: int64 [T, k], as they were taken.
+            rows: int64 [N], those in the loss.
+            choice: int64 [T, k], negative where no route was known; None: nowhere.
+            own: int64 [T, k], what the router would have taken; None: `experts`.
+        """
+        if self._sums is None:
+            num_columns = 2 * self._num_experts + 4
+            self._sums = logits.new_zeros(len(self._biased), num_columns, dtype=torch.float64)
+        columns = self._columns(self._sums[number : number + 1])
+        x = _wide(logits.index_select(0, rows))
+        taken = experts.index_select(0, rows)
+        ones = x.new_ones(taken.numel(), dtype=torch.float64)
+        columns.loads[0].index_add_(0, taken.flatten(), ones)
+        p = self._probabilities(x)
+        columns.probabilities[0].add_(p.sum(0, dtype=torch.float64))
+        columns.entropy.sub_(torch.xlogy(p, p).sum(dtype=torch.float64))
+        columns.squared.add_(x.logsumexp(-1).square().sum(dtype=torch.float64))
+        if choice is not None and own is not None:
+            is_replayed = (choice.index_select(0, rows) >= 0).all(1)
+            own = own.index_select(0, rows)
+            differs = (own.sort(1).values != taken.sort(1).values).any(1)
+            columns.replayed.add_(is_replayed.sum())
+            columns.changed.add_(differs.sum())
+
+    def share(self, mesh: Mesh) -> None:
+        """Learn the choices of all ranks, before the first backward. Collective."""
+        assert self._sums is not None
+        loads = mesh.data_sums(self._columns(self._sums).loads.cpu().contiguous())
+        self._fractions = (loads / self._num_tokens).to(self._sums.device)
+
+    def gradient(self, number: int, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the gradient of the losses by the logits [T, E] of a router."""
+        with torch.enable_grad():
+            x = _wide(logits.detach().index_select(0, rows)).requires_grad_()
+            value = self.cfg.z_loss_coef * x.logsumexp(-1).square().sum()
+            if self.needs_loads:
+                assert self._fractions is not None, "share was not called"
+                sums = self._probabilities(x).sum(0)
+                balanced = (self._fractions[number].to(x.dtype) * sums).sum() * self._num_experts
+                value = value + self.cfg.aux_loss_coef * balanced
+            # Every tensor-parallel rank has all tokens, and their gradients are added.
+            share = len(self._biased) * self._num_tokens * self._num_copies
+            (grad,) = torch.autograd.grad(value / share, x)
+        return torch.zeros_like(logits).index_copy(0, rows, grad.to(logits.dtype))
+
+    def finish(self, mesh: Mesh) -> dict[str, float]:
+        """Return the metrics of the step, of all ranks. Collective."""
+        assert self._sums is not None
+        columns = self._columns(mesh.data_sums(self._sums.cpu()))
+        self._loads = columns.loads
+        num = self._num_tokens
+        fractions = columns.loads / num
+        metrics = {
+            "expert_load_max": float(fractions.max()) * self._num_experts / self._top_k,
+            "router_entropy": float(columns.entropy.mean()) / num,
+        }
+        if self.cfg.aux_loss_coef:
+            products = fractions * columns.probabilities / num
+            metrics["router_aux_loss"] = float(products.sum(1).mean()) * self._num_experts
+        if self.cfg.z_loss_coef:
+            metrics["router_z_loss"] = float(columns.squared.mean()) / num
+        if self._replays:
+            num_replayed = float(columns.replayed.mean())
+            metrics["router_replayed"] = num_replayed / num
+            metrics["router_changed"] = float(columns.changed.mean()) / max(1.0, num_replayed)
+        return metrics
+
+    @torch.no_grad()
+    def move_bias(self) -> None:
+        """Move the biases of routers towards balance, by the counts of the step that ended."""
+        rate = self.cfg.bias_update_rate
+        if not rate:
+            return
+        assert self._loads is not None, "finish was not called"
+        for module, loads in zip(self._biased, self._loads, strict=True):
+            bias = module.e_score_correction_bias
+            bias.add_(torch.sign(loads.mean() - loads).to(bias), alpha=rate)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _Replay(TorchFunctionMode):
@@ -74,7 +288,7 @@ class Routing:
             cfg: of the model.
             sigmoid: routers score by a sigmoid, and add a bias to choose.
             num_copies: tensor-parallel ranks, each of which runs the routers on all tokens, and
-                whose gradients of them are added.
+                and the gradients of the ranks are added.
 
         Raises:
             UserError: layers differ in how many experts a token gets.
@@ -89,7 +303,7 @@ class Routing:
                     biased.append(router if hasattr(router, BIAS) else block)
         assert routers, "a mixture has routers"
         self.replays = False
-        self.top_k = experts_of_token(config.get_text_config())
+        self.top_k = families.experts_of_token(config.get_text_config())
         self.num_experts: int = routers[0].num_experts
         self.balance = Balance(
             cfg.router,
@@ -103,15 +317,7 @@ class Routing:
         self._is_counting = False
         self._num_to_count = 0  # Micro-batches of the step.
         for number, router in enumerate(routers):
-            self._wrap(number, router)
-
-    def _wrap(self, number: int, router: Any) -> None:
-        plain = router.forward
-
-        def forward(*args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._route(number, plain, *args)
-
-        router.forward = forward
+            router.forward = partial(self._route, number, router.forward)
 
     def begin(self, batch: Packed) -> None:
         """Note the rows that the next forward is of, and its recomputation in the backward."""
@@ -184,48 +390,11 @@ class Routing:
         return (experts, weights, logits) if is_reversed else (logits, weights, experts)
 
 
-def is_mixture(config: PretrainedConfig) -> bool:
-    """Return whether a model has mixtures of experts."""
-    return families.has_experts(config)
-
-
-def check(config: PretrainedConfig, cfg: PolicyConfig) -> None:
-    """Refuse settings of routers that a model has not.
-
-    Args:
-        config: of the model.
-        cfg: its settings.
-
-    Raises:
-        UserError: the model is no mixture, or has no bias to move.
-    """
-    router = cfg.router
-    section = section_of(cfg)
-    values = {
-        f"{section}.router.aux_loss_coef": router.aux_loss_coef,
-        f"{section}.router.z_loss_coef": router.z_loss_coef,
-        f"{section}.router.bias_update_rate": router.bias_update_rate,
-    }
-    for name, value in values.items():
-        require(
-            not value or is_mixture(config),
-            f"{name} = {value} is about the routers of a mixture of experts, and the model is of "
-            f"family {config.model_type}, which has none; set it to 0",
-        )
-    with_bias = [name for name, family in families.FAMILIES.items() if family.sigmoid_router]
-    require(
-        not router.bias_update_rate or families.FAMILIES[config.model_type].sigmoid_router,
-        f"{section}.router.bias_update_rate = {router.bias_update_rate} moves the bias of routers, "
-        f"and family {config.model_type} has none (there is one in {', '.join(with_bias)}); use "
-        f"{section}.router.aux_loss_coef",
-    )
-
-
 def install(model: nn.Module, cfg: PolicyConfig, num_copies: int) -> Routing | None:
     """Wrap the routers of a model; None: it has none. Arguments are those of `Routing`."""
     config: Any = model.config
-    check(config, cfg)
-    if not is_mixture(config):
+    check_routers(config, cfg)
+    if not families.has_experts(config):
         return None
     sigmoid = families.FAMILIES[config.model_type].sigmoid_router
     return Routing(model, cfg, sigmoid=sigmoid, num_copies=num_copies)

@@ -1,0 +1,401 @@
+"""What minirl refuses before anything is loaded: it would compute it wrongly, or not at all.
+
+Each function raises UserError for the first thing that cannot work.
+"""
+
+from transformers import PretrainedConfig
+
+from minirl.base.errors import require
+from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.rl import section_of
+from minirl.model.families import (
+    FAMILIES,
+    REFUSED,
+    has_experts,
+    layer_values,
+    mixture_of,
+)
+from minirl.model.hybrid.delta_rule import convolution
+
+# What the kernels of vLLM's CPU build take.
+_HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_LATENT_ON_CPU = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+# Kinds of rotary positions where `max_position_embeddings` includes their factor already.
+_FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")
+# What every config has, and where the trainer or the engine would divide by it.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "head_dim",
+    "max_position_embeddings",
+    "vocab_size_per_layer_input",
+    "n_shared_experts",
+)
+_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
+GB = 1e9
+
+
+def check_supported(
+    config: PretrainedConfig,
+    where: str,
+    tensor_parallel: int = 1,
+    max_model_len: int = 0,
+    device: str | None = None,
+) -> None:
+    """Refuse a model that would not work.
+
+    Args:
+        config: the model's config.
+        where: the setting that names the model and its value, for messages.
+        tensor_parallel: ranks of one engine.
+        max_model_len: of the engine, where its log-probs are trained on; else 0.
+        device: type of the engine's device; None where there is no engine.
+
+    Raises:
+        UserError: the config breaks one of the rules below.
+    """
+    _check_config(config, where)
+
+    # What the engine does not run, or computes in another way than the trainer.
+    family = FAMILIES[config.model_type]
+    if device == "cpu":
+        _check_engine_on_cpu(config, where)
+    if device:
+        _check_engine_values(config, where)
+
+    for name, num_tokens in family.engine_agrees_to(config).items():
+        require(
+            not num_tokens or max_model_len <= num_tokens,
+            f"{where}: engine.max_model_len = {max_model_len} is above {name} = {num_tokens}, "
+            f"beyond which vLLM computes another {config.model_type} than the trainer; lower the "
+            "lengths",
+        )
+
+    _check_heads(config, where, tensor_parallel)
+
+
+def _check_config(config: PretrainedConfig, where: str) -> None:
+    """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
+    why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
+    require(
+        config.model_type in FAMILIES,
+        f"{where}: family {config.model_type!r} is not supported{why}; "
+        f"supported are {', '.join(FAMILIES)}",
+    )
+
+    values = config.get_text_config().to_dict()
+    _check_sizes(values, where)
+
+    require(
+        "quantization_config" not in values,
+        f"{where} is quantised; train the unquantised checkpoint",
+    )
+
+    family = FAMILIES[config.model_type]
+    window = values.get("sliding_window")
+    require(
+        not window or not family.refuses_windows,
+        f"{where}: sliding_window = {window} with family {config.model_type!r}: "
+        f"{family.refuses_windows}",
+    )
+
+    activation = values.get("hidden_act")
+    require(
+        not convolution(config) or activation in ("silu", "swish"),
+        f"{where}: hidden_act = {activation!r}, and gated delta nets are computed with silu alone; "
+        "take a model that has it",
+    )
+
+    bidirectional = values.get("use_bidirectional_attention")
+    require(
+        not bidirectional or bidirectional == "vision",
+        f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
+        "packed attention is causal",
+    )
+
+    require(
+        values.get("clip_qkv") is None,
+        f"{where}: clip_qkv = {values.get('clip_qkv')} cuts queries and keys in place, so that "
+        "gradients are wrong where activations are recomputed; take a model without it",
+    )
+
+    parameters = values.get("rope_parameters") or {}
+    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
+        if isinstance(rope, dict):
+            require(
+                rope.get("rope_type") not in ("dynamic", "longrope"),
+                f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the "
+                "longest position of a batch, so a sequence's log-probs would depend on what it is "
+                "packed with; use a checkpoint with another rope_type",
+            )
+
+
+def _check_sizes(values: dict, where: str) -> None:
+    """Refuse sizes that are no numbers above 0, or that do not fit one another."""
+    needed = ["hidden_size", "num_hidden_layers", "vocab_size"]
+    if values.get("enable_moe_block"):
+        needed += _OF_EXPERTS
+    for name in (*_SIZES, *_OF_EXPERTS):
+        size = values.get(name)
+        if size is None and name not in needed:
+            continue  # some families have no such size
+        require(
+            type(size) is int and 0 < size < 2**31,
+            f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
+            "the config.json that belongs to the weights",
+        )
+
+    layers = values["num_hidden_layers"]
+    kinds = values.get("layer_types")
+    require(
+        kinds is None or len(kinds) == layers,
+        f"{where}: layer_types in its config.json has {len(kinds or [])} layers, and "
+        f"num_hidden_layers = {layers}; make them equal",
+    )
+
+    for size in layer_values(values, "head_dim"):
+        require(
+            size > 0 and size % 2 == 0,
+            f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
+            "use 32, 64 or 128",
+        )
+
+    value_dim = values.get("v_head_dim") or 0
+    query_dim = sum(values.get(f"qk_{part}_head_dim") or 0 for part in ("nope", "rope"))
+    require(
+        not query_dim or value_dim <= query_dim,
+        f"{where}: v_head_dim = {value_dim} in its config.json is above qk_nope_head_dim + "
+        f"qk_rope_head_dim = {query_dim}, and no kernel has values larger than queries; take "
+        "another model",
+    )
+
+
+def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
+    """Refuse what vLLM's CPU build does not run."""
+    values = config.get_text_config().to_dict()
+    for name, size in _LATENT_ON_CPU.items():
+        require(
+            values.get(name, size) == size,
+            f"{where}: {name} = {values.get(name)}, and vLLM's CPU build has latent attention for "
+            f"{size} alone; take another model, or a CUDA device, or train this one without an "
+            "engine (minirl.sft, dpo, kto, rm)",
+        )
+    for head_dim in layer_values(values, "head_dim"):
+        require(
+            head_dim in _HEAD_DIMS_ON_CPU,
+            f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
+            f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
+            "policy.scratch.head_dim",
+        )
+
+
+def _check_engine_values(config: PretrainedConfig, where: str) -> None:
+    """Refuse config values that vLLM's class reads in another way than the library's."""
+    values = config.get_text_config().to_dict()
+    for name, wanted in FAMILIES[config.model_type].engine_values(config).items():
+        value = values.get(name, wanted)  # some versions of the library have the constant, too
+        require(
+            value == wanted,
+            f"{where}: with {name} = {value} vLLM computes another {config.model_type} than the "
+            f"trainer; both agree with {wanted}: train a model that has it",
+        )
+
+
+def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> None:
+    """Refuse numbers of heads that do not fit one another or the ranks of an engine."""
+    values = config.get_text_config().to_dict()
+    heads = values["num_attention_heads"]
+    all_kv_heads = layer_values(values, "num_key_value_heads")
+    named = ", ".join(map(str, all_kv_heads))
+    for kv_heads in all_kv_heads:
+        require(
+            heads % kv_heads == 0,
+            f"{where}: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}",
+        )
+
+    # vLLM gives each rank whole heads. Key-value heads are split or, where there are fewer of them
+    # than ranks, replicated.
+    works = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and all(kv % n == 0 or n % kv == 0 for kv in all_kv_heads)
+    ]
+    require(
+        tensor_parallel in works,
+        f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
+        f"num_attention_heads = {heads} and num_key_value_heads = {named} of {where}; "
+        f"use one of {', '.join(map(str, works))}",
+    )
+
+
+def num_positions(config: PretrainedConfig) -> int:
+    """Return how many positions a model has, as vLLM counts them; 0: its config does not say."""
+    values = config.get_text_config().to_dict()
+    positions = values.get("max_position_embeddings") or 0
+    if "gemma3" in config.model_type:
+        return positions
+    parameters = values.get("rope_parameters") or {}
+    factor = 1.0
+    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
+        if isinstance(rope, dict) and rope.get("rope_type", "default") not in _FACTOR_INCLUDED:
+            factor = rope.get("factor") or factor
+    return int(positions * factor)
+
+
+def check_positions(config: PretrainedConfig, where: str, setting: str, num_tokens: int) -> None:
+    """Refuse sequences longer than what the model was made for, as the engine does later.
+
+    Args:
+        config: the model's config.
+        where: the setting that names the model and its value.
+        setting: what says how long sequences are.
+        num_tokens: its value.
+
+    Raises:
+        UserError: there are fewer positions.
+    """
+    positions = num_positions(config)
+    require(
+        not positions or num_tokens <= positions,
+        f"{setting} = {num_tokens} is above the {positions} positions of {where} "
+        f"(max_position_embeddings); lower it to {positions} or less",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# divided over ranks
+
+
+def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:
+    """Refuse a mesh over which a model's gated delta nets cannot be divided, which is by heads.
+
+    Args:
+        config: of the model.
+        tensor: parallel.tensor.
+        context: parallel.context.
+
+    Raises:
+        UserError: it does not divide their number.
+    """
+    num_heads = config.get_text_config().linear_num_key_heads if convolution(config) else 0
+    require(
+        num_heads % (tensor * context) == 0,
+        f"parallel.tensor * parallel.context = {tensor} * {context} = {tensor * context} does not "
+        f"divide linear_num_key_heads = {num_heads} of family {config.model_type!r}, which has "
+        "layers with a state that are divided by heads; lower one of the two",
+    )
+
+
+def check_experts_divide(config: PretrainedConfig, role: str, num_ranks: int) -> None:
+    """Refuse a mixture with experts that cannot be divided over ranks.
+
+    Args:
+        config: the model's config. One without experts is left as it is.
+        role: of the model, such as policy.
+        num_ranks: parallel.experts.
+
+    Raises:
+        UserError: the number does not divide that of the experts.
+    """
+    mixture = mixture_of(config)
+    if mixture is None:
+        return
+    experts = mixture.num_experts
+    works = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+    require(
+        experts % num_ranks == 0,
+        f"parallel.experts = {num_ranks} does not divide {mixture.number} = {experts} of the "
+        f"{role}; use {', '.join(works)}",
+    )
+
+
+def check_experts(
+    models: dict[str, PretrainedConfig],
+    parallel: ParallelConfig,
+    *,
+    ranks_of_node: int,
+    tokens_per_rank: int,
+) -> None:
+    """Refuse expert parallelism that cannot work, or that does not pay.
+
+    Args:
+        models: configs of the run's models, by their roles, such as policy.
+        parallel: the axes.
+        ranks_of_node: ranks on a node.
+        tokens_per_rank: of a micro-batch.
+
+    Raises:
+        UserError: no model has experts, they cannot be divided, or their ranks are on more than
+            one node.
+    """
+    num_ranks = parallel.experts
+    if num_ranks == 1:
+        return
+    mixtures = {role: mixture_of(config) for role, config in models.items()}
+    found = [(role, mixture) for role, mixture in mixtures.items() if mixture]
+    families = [f"{role} {config.model_type}" for role, config in models.items()]
+    require(
+        found,
+        f"parallel.experts = {num_ranks} divides the experts of mixtures, and no model here has "
+        f"any ({', '.join(families)}); set it to 1",
+    )
+    for role, config in models.items():
+        check_experts_divide(config, role, num_ranks)
+
+    is_inside = ranks_of_node % num_ranks == 0
+    role, mixture = found[0]
+    tokens = tokens_per_rank // parallel.tensor
+    works = [n for n in range(1, ranks_of_node + 1) if ranks_of_node % n == 0]
+    works = [n for n in works if mixture.num_experts % n == 0]
+    travel = mixture.travel_bytes(parallel)
+    require(
+        is_inside or parallel.experts_across_nodes,
+        f"parallel.experts = {num_ranks} does not fit into nodes of {ranks_of_node} ranks, so that "
+        f"tokens would travel between nodes: {travel / 1e3:.0f} kB a token and layer of the {role} "
+        f"(6 * num_experts_per_tok {mixture.experts_of_token} * hidden_size {mixture.hidden} * "
+        f"2 bytes), {travel * tokens / GB:.2f} GB for the {tokens} tokens of a rank, for which "
+        f"computation waits. With parallel.experts = {works[-1]} tokens stay on a node, and FSDP "
+        f"moves {mixture.gather_bytes(works[-1]) / GB:.2f} GB a layer between nodes while other "
+        f"layers compute. Use {', '.join(map(str, works))}, or add --parallel.experts-across-nodes",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# routers
+
+
+def check_routers(config: PretrainedConfig, cfg: PolicyConfig) -> None:
+    """Refuse settings of routers that a model does not have.
+
+    Args:
+        config: of the model.
+        cfg: its settings.
+
+    Raises:
+        UserError: the model is no mixture, or has no bias to move.
+    """
+    router = cfg.router
+    section = section_of(cfg)
+    values = {
+        f"{section}.router.aux_loss_coef": router.aux_loss_coef,
+        f"{section}.router.z_loss_coef": router.z_loss_coef,
+        f"{section}.router.bias_update_rate": router.bias_update_rate,
+    }
+    for name, value in values.items():
+        require(
+            not value or has_experts(config),
+            f"{name} = {value} is about the routers of a mixture of experts, and the model is of "
+            f"family {config.model_type}, which has none; set it to 0",
+        )
+    with_bias = [name for name, family in FAMILIES.items() if family.sigmoid_router]
+    require(
+        not router.bias_update_rate or FAMILIES[config.model_type].sigmoid_router,
+        f"{section}.router.bias_update_rate = {router.bias_update_rate} moves the bias of routers, "
+        f"and family {config.model_type} has none (there is one in {', '.join(with_bias)}); use "
+        f"{section}.router.aux_loss_coef",
+    )
