@@ -8,7 +8,7 @@ import numpy as np
 from minirl.data.rows import Rows
 from minirl.data.sources import Source
 from minirl.data.split import read_rows
-from minirl.types.images import ImageSpan
+from minirl.types.packed import ImageSpan
 
 # A mesh of one rank, as far as rows need it.
 ALONE = SimpleNamespace(

@@ -21,8 +21,7 @@ from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import _Header, exchange, partition, pieces
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
-from minirl.types.images import ImageSpan
-from minirl.types.packed import Context, Trajectory
+from minirl.types.packed import Context, ImageSpan, Trajectory
 
 flat = itertools.chain.from_iterable
 CPU = torch.device("cpu")

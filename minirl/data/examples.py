@@ -17,8 +17,7 @@ from minirl.data.rows import Rows, errors_at
 from minirl.data.vision import Vision
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
-from minirl.types.images import ImageSpan
-from minirl.types.packed import Trajectory, prompt_length
+from minirl.types.packed import ImageSpan, Trajectory, prompt_length
 
 # Episodes of a judged answer:
 MATCHED = 0  # the row's answer,

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Pretrain
 
 from minirl.base.errors import require
 from minirl.data.images import BadImage, blank, rgb
-from minirl.types.images import ImageBatch, ImageSpan
+from minirl.types.packed import ImageBatch, ImageSpan
 
 # Which rows of a sequence a rank has: the images of its trajectory, and int64 [rows], which of the
 # trajectory's tokens they are.

@@ -22,7 +22,7 @@ from minirl.batch.routes import extended
 from minirl.data.vision import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
-from minirl.types.images import ImageSpan
+from minirl.types.packed import ImageSpan
 
 
 @dataclass

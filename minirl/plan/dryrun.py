@@ -50,8 +50,7 @@ from minirl.plan.pretend import pretend_cuda
 from minirl.refit.plan import one_of_each_layout
 from minirl.refit.refit import Refit
 from minirl.train.policy import Minibatch, Policy
-from minirl.types.images import ImageBatch, ImageSpan
-from minirl.types.packed import Trajectory
+from minirl.types.packed import ImageBatch, ImageSpan, Trajectory
 
 DEVICE = torch.device("cuda", 0)
 

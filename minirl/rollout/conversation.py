@@ -24,8 +24,7 @@ from minirl.batch.routes import extended
 from minirl.data import chat, harmony, images
 from minirl.data.vision import Vision
 from minirl.engine.loop import Completion
-from minirl.types.images import ImageSpan
-from minirl.types.packed import Trajectory
+from minirl.types.packed import ImageSpan, Trajectory
 
 # Dtypes of a trajectory's arrays.
 _DTYPES = {

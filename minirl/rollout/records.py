@@ -33,8 +33,7 @@ from minirl.batch import routes
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
 from minirl.rollout.conversation import to_arrays
-from minirl.types.images import ImageSpan
-from minirl.types.packed import Trajectory
+from minirl.types.packed import ImageSpan, Trajectory
 
 
 def write_step(

@@ -19,7 +19,7 @@ shares the prompt):
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -27,9 +27,16 @@ from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
     from minirl.types.blocks import AttentionPlan, Recurrence
-    from minirl.types.images import ImageBatch, ImageSpan
 
 UNSET: Any = None  # The value of a field that a later stage of the step fills in.
+
+
+class ImageSpan(NamedTuple):
+    """An image among the tokens of a sequence."""
+
+    start: int  # Number of its first token in the sequence.
+    num_tokens: int
+    url: str  # A data URL: the image itself.
 
 
 @dataclass(kw_only=True)
@@ -109,6 +116,25 @@ class Preference:
     # answer was judged alone.
     answers: Tensor
     baseline: Tensor = UNSET  # float64 scalar of KTO: what log-ratios are compared with.
+
+
+@dataclass(kw_only=True)
+class ImageBatch:
+    """The images of a micro-batch, each once, and the rows that they are in."""
+
+    # float32 [P, D], the patches of all images end to end; or [I, 3, H, W]; or for Gemma 4
+    # [I, P, D], where images with fewer patches are padded.
+    pixels: Tensor
+    # The N rows with an input token that is part of an image, and for each of them the row of the
+    # vision tower's output that replaces it.
+    rows: Tensor  # int64 [N]
+    features: Tensor  # int64 [N]
+    # For Qwen's models: int64 [I, 3], how many patches an image has in time, height and width; and
+    # int64 [3, T], the rotary positions of every row in these.
+    grids: Tensor | None = None
+    positions: Tensor | None = None
+    # For Gemma 4: int64 [I, P, 2], the column and the row of each patch; -1: it is padding.
+    places: Tensor | None = None
 
 
 @dataclass(kw_only=True)
