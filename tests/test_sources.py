@@ -121,7 +121,7 @@ def open_gz(mesh, source, cache):
 
 def test_ranks_decompress_a_file_together(tmp_path):
     source = written(tmp_path, "json lines, gz")
-    assert ranks(4, open_gz, source, tmp_path / "cache") == [len(ROWS)] * 4
+    assert ranks(2, open_gz, source, tmp_path / "cache") == [len(ROWS)] * 2
     assert len(list((tmp_path / "cache" / "minirl").glob("*.jsonl"))) == 1
 
 

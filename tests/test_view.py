@@ -4,6 +4,7 @@ browser (Chromium; where there is none, tests that need it are skipped, or fail 
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +21,14 @@ import pytest
 import torch
 
 import dumped
+from harness import PRELOAD
 from minirl.base.errors import UserError
 from minirl.checkpoint.changes import head_of
 from minirl.config.parse import save_config
 from minirl.config.rl import RLConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
+from minirl.view import server
 from minirl.view.__main__ import main
 from minirl.view.run import KILLED, Run, parse_query, read_lines, to_json
 from minirl.view.table import Table
@@ -326,11 +330,41 @@ def served(run):
         yield server
 
 
+def serve_in_fork(runs: tuple[Path, ...], pipe: Connection) -> None:
+    server.serve([Run(path) for path in runs], 0, pipe.send)
+
+
+class ServedByFork(Served):
+    """The same, by a fork of a process that has imported everything."""
+
+    def __init__(self, *runs: Path):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.address, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=serve_in_fork, args=(runs, theirs))
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> "ServedByFork":
+        try:
+            self.url = self.address.recv()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.join(60)
+        self.process.kill()
+        self.process.join()
+
+
 @pytest.fixture
 def serve():
-    """`serve(*runs)` is a page of the test's own."""
+    """`serve(*runs)` is a page for one test."""
     with contextlib.ExitStack() as servers:
-        yield lambda *runs: servers.enter_context(Served(*runs))
+        yield lambda *runs: servers.enter_context(ServedByFork(*runs))
 
 
 def test_a_failed_test_leaves_no_server(run):
