@@ -158,7 +158,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def world():
-    with serving(*["ok"] * 100, seconds=20.0) as world:
+    with serving(*["ok"] * 100) as world:
         yield world
 
 

@@ -94,7 +94,6 @@ DOORS = {
     "websockets": ("envs/adapters/openenv.py",),
     "verifiers": ("envs/adapters/verifiers.py",),
     "openai": ("envs/adapters/verifiers.py",),
-    "fastapi": ("endpoint/*",),
     "starlette": ("endpoint/*", "view/server.py"),
     "uvicorn": ("endpoint/http.py",),
     "h11": ("endpoint/http.py",),

@@ -1,5 +1,5 @@
 """Clients that ask too much of the endpoint or of a reward model's server: raw sockets and the
-clients that people use. Both servers have the same limits, from minirl/serving."""
+clients that people use. Both servers have the limits of minirl/endpoint/http.py."""
 
 import asyncio
 import base64
@@ -85,14 +85,6 @@ def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=20)
 
 
-def wait_until(is_so):
-    """Return when it is so. The machine may be busy."""
-    end = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def answer(sock):
     """Status, headers and JSON of a response."""
     data = b""
@@ -169,22 +161,6 @@ def test_bodies_have_a_limit():
         assert ask(world) == "ok"
 
 
-def test_all_bodies_together_have_a_limit():
-    with serving(body_mb=1.0, bodies_mb=2.0) as world, contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(connect(world.port)) for _ in range(3)]
-        for sock in socks[:2]:
-            sock.sendall(head(world.session, MB) + bytes(MB - 1))
-        app = world.endpoint._server.config.app
-        until(lambda: app.body_bytes == 2 * MB - 2)
-        socks[2].sendall(head(world.session, MB) + bytes(100))
-        status, headers, body = answer(socks[2])
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert body["error"]["type"] == "overloaded_error"
-        socks[0].sendall(b"x")
-        assert answer(socks[0])[0] == 400  # zeros are no JSON
-        until(lambda: app.body_bytes == MB - 1)
-
-
 def until(condition):
     end = time.monotonic() + 20
     while not condition():
@@ -195,23 +171,16 @@ def until(condition):
 def test_heads_have_a_limit():
     with serving("ok") as world:
         before = resident()
-        long = "X-Long: " + "x" * 100_000 + "\r\n"
-        many = "".join(f"X-{i}: y\r\n" for i in range(10_000))
-        for more in (long, many):
-            with connect(world.port) as sock:
-                sock.sendall(head(world.session, 2, more=more) + b"{}")
-                status, _, body = answer(sock)
-                assert (status, "limits.head_kb = 64" in body["error"]["message"]) == (431, True)
         with connect(world.port) as sock:  # one that never ends
             with contextlib.suppress(OSError):
                 for _ in range(60):
                     sock.sendall(b"GET /" + b"x" * MB)
             with contextlib.suppress(OSError):
-                assert answer(sock)[0] == 431
+                assert sock.recv(1000).startswith(b"HTTP/1.1 400 ")
         for bad in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"nonsense\r\n\r\n"):
             with connect(world.port) as sock:
                 sock.sendall(bad)
-                assert answer(sock)[0] == 400
+                assert sock.recv(1000).startswith(b"HTTP/1.1 400 ")
         with connect(world.port) as sock:
             sock.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 401 " in sock.recv(1000)
@@ -390,103 +359,32 @@ def test_damaged_images_are_told():
 # connections
 
 
-def test_slow_clients_are_ended_and_quiet_ones_are_not():
-    with serving("one", "two", seconds=2.0) as world, contextlib.ExitStack() as stack:
-        quiet = stack.enter_context(
-            httpx.Client(headers={"Authorization": f"Bearer {world.session.api_key}"})
-        )
-        url = f"{world.session.base_url}/chat/completions"
-        assert quiet.post(url, json={"messages": HI}).status_code == 200
-        socks = [stack.enter_context(connect(world.port)) for _ in range(8)]
-        begun = [b"", b"POST /v1/chat", head(world.session, 100) + b"{", b"GET / HTTP/1.1\r\nA: "]
-        for sock, data in zip(socks, begun * 2, strict=True):
-            sock.sendall(data)
-        connections = world.endpoint._server.server_state.connections
-        wait_until(lambda: len(connections) == 9)
-        end = time.monotonic() + 120
-        while len(connections) > 1 and time.monotonic() < end:
-            for sock in socks[4:]:  # a byte now and then does not help
-                with contextlib.suppress(OSError):
-                    sock.sendall(b"x")
-            time.sleep(0.5)
-        for sock in socks[:4]:
-            status, headers, body = answer(sock)
-            assert (status, headers["connection"]) == (408, "close")
-            assert "limits.seconds = 2" in body["error"]["message"]
-            assert sock.recv(10) == b""
-        reply = quiet.post(url, json={"messages": HI})
-        assert reply.json()["choices"][0]["message"]["content"] == "two"
-        assert len(world.endpoint._server.server_state.connections) == 1  # the same one
-
-
 def test_two_thousand_connections():
+    """Each of them needs two file descriptors here, which is more than some systems begin with."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     with serving("ok") as world, contextlib.ExitStack() as stack:
         before = resident()
-        cap = world.endpoint._server.config.max_connections
         for i in range(2000):
             sock = stack.enter_context(connect(world.port))
             sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX: " if i % 2 else b"")
         begin = time.monotonic()
         assert ask(world) == "ok"
         assert time.monotonic() - begin < 5
-        assert len(world.endpoint._server.server_state.connections) <= cap
         assert resident() - before < 60 * MB
 
 
-def test_the_connection_that_was_idle_longest_makes_room():
+def test_connections_have_a_limit():
     with serving("ok", connections=3) as world, contextlib.ExitStack() as stack:
-        asking = stack.enter_context(connect(world.port))
-        asking.sendall(head(world.session, 100) + b"{")
-        until(lambda: world.endpoint._server.config.app.open_requests == 1)
-        for _ in range(6):
+        connections = world.endpoint._server.server_state.connections
+        for _ in range(3):
             stack.enter_context(connect(world.port))
-        assert ask(world) == "ok"
-        asking.sendall(b" " * 99)
-        assert answer(asking)[0] == 400  # it was read all the while
-
-
-def test_open_requests_have_a_limit():
-    with serving("ok", requests=2) as world, contextlib.ExitStack() as stack:
-        for _ in range(2):
-            sock = stack.enter_context(connect(world.port))
-            sock.sendall(head(world.session, 100) + b"{")
-        app = world.endpoint._server.config.app
-        until(lambda: app.open_requests == 2)
-        reply = post(world, {"messages": HI})
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-        assert reply.json()["error"]["type"] == "overloaded_error"
+        until(lambda: len(connections) == 3)
+        with pytest.raises(openai.InternalServerError):  # 503, after which clients try again
+            ask(world)
         stack.close()
-        until(lambda: app.open_requests == 0)
+        until(lambda: not connections)
         assert ask(world) == "ok"
-
-
-def test_out_of_descriptors_it_waits_quietly(capfd):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_open = len(os.listdir("/proc/self/fd"))
-    with serving("ok") as world, contextlib.ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 40, limits[1]))
-        try:
-            # The clients' ends are of this process, too: all descriptors are taken by these.
-            socks = []
-            with contextlib.suppress(OSError):
-                while True:
-                    socks.append(socket.socket())
-            for sock in socks:
-                stack.enter_context(sock)
-            socks[0].connect(("127.0.0.1", world.port))
-            socks[0].sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-            time.sleep(2.5)
-        finally:
-            for sock in socks[1:]:
-                sock.close()
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        socks[0].settimeout(10)
-        begin = time.monotonic()
-        assert answer(socks[0])[0] == 401
-        assert time.monotonic() - begin < 5
-        assert ask(world) == "ok"
-    said = capfd.readouterr().err
-    assert said.count("no file descriptor is left") == 1 and "Traceback" not in said
 
 
 # --------------------------------------------------------------------------------------------------

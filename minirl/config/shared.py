@@ -192,17 +192,10 @@ class EnvConfig:
 class LimitsConfig:
     """What an HTTP server takes from its clients; it refuses what is beyond by an error."""
 
-    #: Open connections, and at most half of the process's file descriptors. A further one takes the
-    #: place of that which was idle longest.
-    connections: PositiveInt = 4096
-    requests: PositiveInt = 2048  # That are open at once: being read or answered.
+    connections: PositiveInt = 4096  # Open at once; requests of further ones get status 503.
     head_kb: PositiveInt = 64  # Request line and headers of a request.
     body_mb: Positive = 10.0  # The body of a request.
-    bodies_mb: Positive = 256.0  # The bodies of all open requests.
     prompts: PositiveInt = 128  # Prompts in a request for completions, queries in one for rewards.
-    #: To send the head of a request, then its body, then to read the response. Time in which the
-    #: server stands still, as the endpoint does while the trainer trains, does not count.
-    seconds: Positive = 30.0
 
 
 @dataclass(kw_only=True)

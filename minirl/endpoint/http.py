@@ -1,49 +1,136 @@
-"""The server: uvicorn's, with time limits for clients that are slow and room for new ones.
+"""HTTP servers: uvicorn's, with its limits, and errors in the form of OpenAI's or Anthropic's API.
 
-uvicorn bounds heads, but has no time limit for a head or a body, answers refusals in plain text,
-and counts connections only to refuse requests. Here the time that counts is that of the loop: one
-that stands still for minutes, as while the trainer trains, finds its clients as it left them.
+A handler checks the key of a request by its headers, and only then reads its body by `read_json`,
+which keeps to a limit.
 """
 
-import asyncio
 import json
 import resource
+import secrets
 import socket
-import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minirl.base.errors import UserError
-from minirl.endpoint.limits import BadRequest, LimitedApp, too_long_head
+from minirl.config.shared import LimitsConfig
 
-# Connections that the kernel keeps while the loop stands still: they cost no descriptor.
-_BACKLOG = 4096
-# Those that asyncio accepts in one turn. Out of descriptors it fails as often in a turn.
-_ACCEPTS_PER_TURN = 128
-_OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"  # as asyncio says it
+# Anthropic's names of errors by status; all others are "invalid_request_error".
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+}
+MESSAGES = "/v1/messages"  # Anthropic's path, where errors have another form.
+# The names by which a client on this machine asks a server that only this machine reaches.
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_BACKLOG = 4096  # Clients that may wait for a connection while the loop stands still.
+_FILE_DESCRIPTORS = 65536
 
-# What a connection waits for.
-_REQUEST = "the next request"
-_HEAD = "the head of a request"
-_BODY = "the body of a request"
-_READER = "the client to read"
-_APP = "the response"
+
+class BadRequest(UserError):
+    """A request that gets an error in place of its response."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, param: str | None = None
+    ):
+        """Make the error.
+
+        Args:
+            message: what is wrong, and what would be right.
+            status: status code of HTTP.
+            code: OpenAI's name of the error.
+            param: the field at fault.
+        """
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self, path: str) -> dict[str, Any]:
+        """Return the body of the response, in the form of the API that the path belongs to."""
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
+        if path.startswith(MESSAGES):
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+# --------------------------------------------------------------------------------------------------
+# what handlers ask of a request
+
+
+def api_key(request: Request) -> str:
+    """Return the key that a client sent, as OpenAI's or as Anthropic's clients do; "": none."""
+    headers = request.headers
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def require_key(request: Request, key: str) -> None:
+    """Refuse a request without this key; an empty one lets everybody in. Raises BadRequest."""
+    if key and not secrets.compare_digest(api_key(request).encode(), key.encode()):
+        raise BadRequest("the API key is missing or wrong", 401, "invalid_api_key")
+
+
+def require_loopback(request: Request) -> None:
+    """Refuse a request that names another host, as a page with a rebound name sends it.
+
+    Raises:
+        BadRequest: its host is none of `LOOPBACK`.
+    """
+    host = request.headers.get("host", "")
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name not in LOOPBACK:
+        raise BadRequest(f"this server is at {' or '.join(LOOPBACK)}, not at {host!r:.100}", 403)
+
+
+async def read_json(request: Request, limits: LimitsConfig) -> Any:
+    """Return the body of a request. Check its key first.
+
+    Raises:
+        BadRequest: the body is too large, or it is not JSON.
+    """
+    most = limits.body_mb * 2**20
+    body = bytearray()
+    num_bytes = int(request.headers.get("content-length", 0))
+    if num_bytes <= most:
+        async for chunk in request.stream():
+            body += chunk
+            num_bytes = max(num_bytes, len(body))
+            if num_bytes > most:
+                break
+    if num_bytes > most:
+        raise BadRequest(f"the body has more than limits.body_mb = {limits.body_mb:g} MB", 413)
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise BadRequest("malformed request: its JSON is nested too deep") from error
+    except ValueError as error:
+        raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------
+# the server
 
 
 def bind(host: str, port: int, section: str = "") -> socket.socket:
     """Return a socket that listens at the address.
 
     Args:
-        host: Name or number of the interface.
+        host: name or number of the interface.
         port: 0 takes a free one.
-        section: Of the config that has `host` and `port`, for the message: `endpoint.`.
+        section: the config that has `host` and `port`, for the message: `endpoint.`.
 
     Raises:
-        UserError: The address is not free.
+        UserError: the address is not free.
     """
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
@@ -53,147 +140,88 @@ def bind(host: str, port: int, section: str = "") -> socket.socket:
         ) from error
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's settings, and our limits."""
+def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server:
+    """Return a server whose errors have OpenAI's or Anthropic's form, whatever they are.
 
-    def __init__(self, app: LimitedApp):
-        super().__init__(
-            app,
-            http=Connection,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",  # a bad request is the client's affair
-            access_log=False,
-            backlog=_ACCEPTS_PER_TURN,
-            h11_max_incomplete_event_size=app.limits.head_kb * 1024,
-            # The loop stands still for minutes, and a connection that was silent in this time must
-            # not be closed.
-            timeout_keep_alive=10**6,
-            timeout_graceful_shutdown=5,
-        )
-        self.limits = app.limits
-        # The rest of the process needs descriptors, too.
-        num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.max_connections = min(app.limits.connections, max(1, num_files // 2))
+    It raises the process's limit of file descriptors: each client needs one, and two if it is in
+    this process, and a system may begin with 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FILE_DESCRIPTORS:
+        most = hard if hard != resource.RLIM_INFINITY else _FILE_DESCRIPTORS
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILE_DESCRIPTORS, most), hard))
+    handlers: dict[Any, Any] = {
+        UserError: _answer_user_error,
+        HTTPException: _answer_http_error,
+        ClientDisconnect: _answer_nobody,
+        Exception: _answer_crash,
+    }
+    app = Starlette(routes=list(routes), exception_handlers=handlers)
+    config = uvicorn.Config(
+        _OneLength(app),
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # a bad request is the client's affair
+        access_log=False,
+        backlog=_BACKLOG,
+        limit_concurrency=limits.connections,
+        h11_max_incomplete_event_size=limits.head_kb * 1024,
+        # The loop stands still for minutes while the trainer trains, and a connection that was
+        # silent in this time must not be closed.
+        timeout_keep_alive=10**6,
+        timeout_graceful_shutdown=5,
+    )
+    return uvicorn.Server(config)
 
 
-class Connection(H11Protocol):
-    """A client's connection, which says what it waits for."""
+class _OneLength:
+    """Refuses a request that has a length and chunks, and closes its connection.
 
-    config: _Config
+    Where such a request ends two readers may see in two places (RFC 9112, section 6.3).
+    """
 
-    def __init__(self, *args: Any, **options: Any):
-        """Take what uvicorn gives a connection."""
-        super().__init__(*args, **options)
-        # What it waited for at the last tick, with the request that was the last one then.
-        self.last_wait: tuple[str, object] = (_HEAD, None)
-        self.num_ticks = 0  # For how many ticks it has waited for that.
+    def __init__(self, app: ASGIApp):
+        self.app = app
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin. Where all places are taken, the one that was idle longest makes room."""
-        if len(self.connections) >= self.config.max_connections:
-            idle = [c for c in self.connections if isinstance(c, Connection) and c.is_idle()]
-            if idle:
-                max(idle, key=lambda c: c.num_ticks).end()
-            else:
-                super().connection_made(transport)
-                self.refuse(BadRequest("too many connections; try again later", 503))
-                return
-        super().connection_made(transport)
-
-    def waits_for(self) -> str:
-        """Return what this connection waits for now."""
-        if self.conn.their_state is h11.SEND_BODY:
-            return _BODY
-        if self.flow.write_paused:
-            return _READER
-        if self.conn.their_state is h11.IDLE:
-            has_begun = self.cycle is None or self.conn.trailing_data[0]
-            return _HEAD if has_begun else _REQUEST
-        return _APP
-
-    def is_idle(self) -> bool:
-        """Return whether no request of this connection is being answered."""
-        return self.waits_for() in (_HEAD, _REQUEST) and not self.transport.is_closing()
-
-    def tick(self) -> None:
-        """Note that a second has passed, and end this connection if its client is too slow."""
-        wait = (self.waits_for(), self.cycle)
-        self.num_ticks = self.num_ticks + 1 if wait == self.last_wait else 0
-        self.last_wait = wait
-        if self.num_ticks <= self.config.limits.seconds:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        if not names >= {b"content-length", b"transfer-encoding"}:
+            await self.app(scope, receive, send)
             return
-        if wait[0] == _READER:
-            self.transport.abort()
-        elif wait[0] in (_HEAD, _BODY):
-            limit = self.config.limits.seconds
-            self.refuse(BadRequest(f"{wait[0]} took longer than limits.seconds = {limit:g}", 408))
-
-    def refuse(self, error: BadRequest) -> None:
-        """Send an error, unless a response has begun, and close the connection."""
-        has_body = self.scope is None or self.scope["method"] != "HEAD"
-        if has_body and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error.body()).encode()
-            headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-            headers |= {"Connection": "close"} | error.headers()
-            events = (
-                h11.Response(status_code=error.status, headers=list(headers.items())),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            )
-            for event in events:
-                self.transport.write(self.conn.send(event) or b"")
-        self.end()
-
-    def end(self) -> None:
-        """Close the connection; a request that is not answered is given up."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or too long. uvicorn calls this where it handles the error."""
-        error = sys.exception()
-        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            self.refuse(too_long_head(self.config.limits))
-        else:
-            self.refuse(BadRequest(f"{msg} {error}"))
+        error = BadRequest("a request has both Content-Length and Transfer-Encoding")
+        response = JSONResponse(error.body(scope["path"]), 400, {"Connection": "close"})
+        await response(scope, receive, send)
 
 
-class Server(uvicorn.Server):
-    """A server that outlasts slow clients, and being out of file descriptors."""
+async def _answer_user_error(request: Request, error: Exception) -> JSONResponse:
+    refusal = error if isinstance(error, BadRequest) else BadRequest(str(error))
+    return JSONResponse(refusal.body(request.url.path), refusal.status)
 
-    def __init__(self, app: LimitedApp):
-        """`app`: what answers; its limits are those of the connections, too."""
-        super().__init__(_Config(app))
-        self._last_warning = -float("inf")
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(_BACKLOG)  # asyncio has lowered it to the number of accepts
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer a path or a method that the server does not have."""
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    path = request.url.path
+    if error.status_code in (404, 405):
+        names = []
+        for route in request.app.routes:
+            assert isinstance(route, Route)
+            names.append(f"{'GET' if 'GET' in (route.methods or ()) else 'POST'} {route.path}")
+        message = f"there is no {request.method} {path} here; there are {', '.join(names)}"
+    body = BadRequest(message, error.status_code).body(path)
+    return JSONResponse(body, error.status_code, dict(error.headers or {}))
 
-    async def on_tick(self, counter: int) -> bool:
-        """Look after the connections once a second. uvicorn calls this every 0.1 s."""
-        if counter % 10 == 0:
-            for connection in list(self.server_state.connections):
-                if isinstance(connection, Connection):
-                    connection.tick()
-        return await super().on_tick(counter)
 
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say once a minute that descriptors are wanting; asyncio tries again in a second."""
-        if context["message"] != _OUT_OF_DESCRIPTORS:
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._last_warning > 60:
-            self._last_warning = time.monotonic()
-            print(
-                f"minirl: no file descriptor is left for a new connection ({context['exception']}),"
-                " which waits; raise `ulimit -n`, or lower limits.connections",
-                file=sys.stderr,
-            )
+async def _answer_nobody(*_: object) -> JSONResponse:
+    """Answer a client that has left."""
+    return JSONResponse({})
+
+
+async def _answer_crash(request: Request, _: Exception) -> JSONResponse:
+    """Answer a request in which the server itself failed; its traceback is in the log."""
+    error = BadRequest("the server failed; its log says why", 500)
+    return JSONResponse(error.body(request.url.path), 500)

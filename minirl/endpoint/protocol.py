@@ -17,7 +17,7 @@ from minirl.config.shared import EndpointConfig
 from minirl.data import images
 from minirl.data.messages import for_template, read_template_kwargs
 from minirl.data.vision import Vision
-from minirl.endpoint.limits import BadRequest
+from minirl.endpoint.http import BadRequest
 from minirl.endpoint.tool_calls import ToolCall, ToolReader, choose, make_reader
 from minirl.engine.grammars import Guide, json_guide
 from minirl.rollout.conversation import Conversation, to_message

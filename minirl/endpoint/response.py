@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from minirl.config.shared import EndpointConfig
 from minirl.endpoint.choice import Choice
-from minirl.endpoint.limits import BadRequest
+from minirl.endpoint.http import BadRequest
 from minirl.endpoint.protocol import (
     CompletionRequest,
     JSONObject,

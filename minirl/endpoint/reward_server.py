@@ -19,11 +19,11 @@ from starlette.routing import Route
 from minirl.base.errors import UserError
 from minirl.base.reading import key_of_environment
 from minirl.config.supervised import ServeConfig
-from minirl.endpoint.http import Server, bind
-from minirl.endpoint.limits import (
+from minirl.endpoint.http import (
     LOOPBACK,
     BadRequest,
-    make_app,
+    bind,
+    make_server,
     read_json,
     require_key,
     require_loopback,
@@ -56,7 +56,7 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
         require_key(request, key)
         if not key:
             _refuse_web_pages(request, cfg.host)
-        texts = _texts_of(await read_json(request), cfg.limits.prompts)
+        texts = _read_texts(await read_json(request, cfg.limits), cfg.limits.prompts)
         scoring = asyncio.ensure_future(batcher.score(texts))
         leaving = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +69,7 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
     routes = [Route(path, get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
     running = asyncio.create_task(batcher.run())
     try:
-        await Server(make_app(routes, cfg.limits)).serve([bound_socket])
+        await make_server(routes, cfg.limits).serve([bound_socket])
     finally:
         running.cancel()
 
@@ -96,7 +96,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _texts_of(body: Any, max_texts: int) -> list[str]:
+def _read_texts(body: Any, max_texts: int) -> list[str]:
     """Return the texts of a request. Raises BadRequest."""
     texts = body.get("query") if isinstance(body, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

@@ -21,8 +21,7 @@ from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
 from minirl.endpoint import anthropic, responses
-from minirl.endpoint.http import Server, bind
-from minirl.endpoint.limits import MESSAGES, BadRequest, api_key, make_app, read_json
+from minirl.endpoint.http import MESSAGES, BadRequest, api_key, bind, make_server, read_json
 from minirl.endpoint.protocol import JSONObject, event, parse_request
 from minirl.endpoint.response import MODEL, PendingResponse, SessionState, read_prompts
 from minirl.endpoint.tool_calls import preload
@@ -43,12 +42,6 @@ OTHERS: dict[str, tuple[Callable[[JSONObject], JSONObject], type[PendingResponse
     MESSAGES: (anthropic.to_chat, anthropic.AnthropicResponse),
     RESPONSES: (responses.to_chat, responses.ResponsesResponse),
 }
-
-
-class _Server(Server):
-    """A server that leaves the signals to the program."""
-
-    capture_signals: Any = contextlib.nullcontext
 
 
 class Endpoint:
@@ -81,7 +74,8 @@ class Endpoint:
             Route("/v1/models", self._models),
             Route("/health", _health),
         ]
-        self._server = _Server(make_app(routes, cfg.limits))
+        self._server = make_server(routes, cfg.limits)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
         self._serving = engine_loop.loop.create_task(self._server.serve([bound_socket]))
 
     async def stop(self) -> None:
@@ -141,7 +135,7 @@ class Endpoint:
         path = http_request.url.path
         session = self._session(http_request)
         with _refusing(session, path):
-            fields = await read_json(http_request)
+            fields = await read_json(http_request, self._cfg.limits)
             response = self._prepare(path, session, fields, http_request.receive)
         if response.request.stream:
             events = _with_error(response.events(), path)
@@ -169,7 +163,7 @@ class Endpoint:
         path = http_request.url.path
         session = self._session(http_request)
         with _refusing(session, path):
-            fields = await read_json(http_request)
+            fields = await read_json(http_request, self._cfg.limits)
             if path == COUNT_TOKENS:
                 fields = anthropic.to_chat({"max_tokens": 1, **fields})
             prompts = _read(session, fields)
@@ -184,7 +178,7 @@ class Endpoint:
         """Answer with the text of tokens."""
         session = self._session(http_request)
         with _refusing(session, DETOKENIZE):
-            fields = await read_json(http_request)
+            fields = await read_json(http_request, self._cfg.limits)
             # Read as the prompt of a completion, which refuses what are no tokens.
             (prompt,) = _read(session, {"prompt": fields["tokens"]})
             return JSONResponse({"prompt": prompt.text})

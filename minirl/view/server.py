@@ -16,8 +16,7 @@ from starlette.routing import Route
 
 from minirl.base.errors import require
 from minirl.config.shared import LimitsConfig
-from minirl.endpoint.http import Server, bind
-from minirl.endpoint.limits import make_app, require_loopback
+from minirl.endpoint.http import bind, make_server, require_loopback
 from minirl.view import page
 from minirl.view.run import Run, parse_number, parse_query, to_json
 
@@ -50,7 +49,7 @@ def serve(runs: list[Run], port: int, say: Callable[[str], None]) -> None:
     """
     with bind(HOST, port, "--") as bound_socket:
         say(f"http://{HOST}:{bound_socket.getsockname()[1]}/")
-        asyncio.run(Server(make_app(routes(runs), LimitsConfig())).serve([bound_socket]))
+        asyncio.run(make_server(routes(runs), LimitsConfig()).serve([bound_socket]))
 
 
 def routes(runs: list[Run]) -> list[Route]:
