@@ -93,7 +93,7 @@ from minirl.config.policy import PolicyConfig  # noqa: E402
 from minirl.config.rl import RefitConfig  # noqa: E402
 from minirl.config.shared import EngineConfig  # noqa: E402
 from minirl.engine.engine import RolloutEngine  # noqa: E402
-from minirl.engine.latent import LatentAttention  # noqa: E402
+from minirl.engine.patches import LatentAttention  # noqa: E402
 from minirl.parallel.mesh import Mesh, join_world  # noqa: E402
 from minirl.refit.refit import Refit  # noqa: E402
 from minirl.train.policy import Policy  # noqa: E402

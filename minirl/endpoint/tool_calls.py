@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
 from minirl.data import chat, harmony
+from minirl.engine import compat
 from minirl.engine.grammars import Guide, is_deeper, tag_guide
 
 ToolCall = tuple[str, dict]  # name and arguments
@@ -96,13 +97,8 @@ class ToolReader:
         Raises:
             UserError: vLLM cannot hold an answer to the schema of a tool.
         """
-        options = {}
-        with contextlib.suppress(ImportError):  # vLLM 0.26 holds arguments to schemas by itself.
-            from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
-
-            options["strict_level"] = ToolStrictLevel.PARAMETER
         parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
-        tag = parser.get_structural_tag(self.request, **options)
+        tag = parser.get_structural_tag(self.request, **compat.tag_options())
         if tag is None:
             return None
         return tag_guide(tag.model_dump(mode="json"))
@@ -137,22 +133,10 @@ def make_reader(
         request = ChatCompletionRequest(
             model="policy", messages=[], tools=tools, tool_choice=tool_choice or "auto"
         )
-    except _client_errors() as error:
+    except compat.client_errors() as error:
         raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
     _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
-
-
-def _client_errors() -> tuple[type[Exception], ...]:
-    """Return what vLLM raises for a request that it refuses, beside ValueError.
-
-    Version 0.26 raises nothing else.
-    """
-    try:
-        from vllm.exceptions import VLLMClientError
-    except ImportError:
-        return ()
-    return (VLLMClientError,)
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """The rollout engine: vLLM inside this process.
 
-Only this file, the vllm_*.py beside it and packed.py import vLLM. Versions 0.26 (torch 2.11)
-and 0.32 (torch 2.13) run through the calls used here; where they differ, the difference is in these
-files.
+In minirl only this folder and endpoint/ import vLLM. Versions 0.26 (torch 2.11) and 0.32 (torch
+2.13) run through the calls used here; where they differ, the difference is in compat.py.
 """
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import math
@@ -27,11 +27,11 @@ from minirl.base.log import Timer
 from minirl.config.shared import EngineConfig
 from minirl.data.images import rgb
 from minirl.data.vision import GemmaVision, Vision
-from minirl.engine import failures, patches, routed_experts
+from minirl.engine import compat, patches
 from minirl.engine.cpu import cpu_build, packed
+from minirl.engine.cpu.routes import SlotRoutes
 from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
-from minirl.engine.latent import LatentAttention
-from minirl.engine.num_seqs import resolve_num_seqs
+from minirl.engine.routed_experts import ReturnedRoutes
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
 
@@ -44,6 +44,12 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+
+# Bounds of what engine.max_num_seqs = 0 stands for.
+FEWEST_SEQS = 256
+MOST_SEQS = 1024
+# What vLLM asserts of the device's memory, as if nobody else used it.
+_MEMORY_ASSERTIONS = ("Error in memory profiling", "Memory usage increased after sleeping")
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -134,10 +140,12 @@ class RolloutEngine:
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
-        self.latent = LatentAttention(self.model)
-        self.routes = (
-            routed_experts.read_from(self.llm, self.model, self.on_cuda) if routes else None
-        )
+        self.latent = patches.LatentAttention(self.model)
+        self.routes: ReturnedRoutes | SlotRoutes | None = None
+        if routes and self.on_cuda:
+            self.routes = ReturnedRoutes(self.model)
+        elif routes:
+            self.routes = SlotRoutes(self.llm, self.model)
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -156,7 +164,7 @@ class RolloutEngine:
                 import vllm
                 import vllm.entrypoints.llm  # which `vllm.LLM` would import later
 
-            failures.check_family(folder, vllm.__version__)
+            compat.check_family(folder)
             patches.patch_transformers_base()
             if not self.on_cuda:
                 cpu_build.patch_cpu(self.mesh)
@@ -166,16 +174,19 @@ class RolloutEngine:
                 cpu_build.patch_images(self.vision)
             if self.masses:
                 patch_masks(self.masses)
+            arguments = self._arguments(folder, dtype, load_weights)
+            if routes and self.on_cuda:
+                compat.check_routes()
+                arguments["enable_return_routed_experts"] = True
             try:
-                more = routed_experts.arguments(self.on_cuda) if routes else {}
-                return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
+                return vllm, vllm.LLM(**arguments)
             except (ValueError, RuntimeError, AssertionError) as error:
-                if isinstance(error, AssertionError) and not failures.is_about_memory(error):
+                if isinstance(error, AssertionError) and not _is_about_memory(error):
                     raise
-                memory = failures.memory_report(self.cfg) if self.on_cuda else ""
+                memory = _memory_report(self.cfg) if self.on_cuda else ""
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
-                    f"{error}{failures.remedy(error)}{memory}"
+                    f"{error}{compat.remedy(error)}{_memory_remedy(error)}{memory}"
                 ) from error
 
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
@@ -328,9 +339,9 @@ class RolloutEngine:
             try:
                 self.llm.sleep(level=self.cfg.sleep_level)
             except AssertionError as error:
-                if not failures.is_about_memory(error):
+                if not _is_about_memory(error):
                     raise
-                remedy = failures.remedy(error)
+                remedy = _memory_remedy(error)
                 raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
             self._asleep = True
         self.timer.note_device("engine_asleep")
@@ -502,3 +513,49 @@ def _likeliest(logprobs: Any, number: int) -> list[tuple[int, float]]:
     places = range(logprobs.start_indices[number] + 1, logprobs.end_indices[number])
     pairs = [(logprobs.token_ids[place], logprobs.logprobs[place]) for place in places]
     return [(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]
+
+
+def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineConfig:
+    """Replace max_num_seqs = 0 by what it stands for.
+
+    Args:
+        cfg: the engine's settings.
+        mesh: all ranks.
+        num_answers: answers that all engines together are asked for at once.
+    """
+    if cfg.max_num_seqs:
+        return cfg
+    share = 0
+    if mesh.device.type == "cuda":
+        num_engines = mesh.world_size // cfg.tensor_parallel_size
+        share = math.ceil(num_answers / num_engines)
+    num_seqs = min(max(share, FEWEST_SEQS), MOST_SEQS)
+    return dataclasses.replace(cfg, max_num_seqs=num_seqs)
+
+
+def _is_about_memory(error: Exception) -> bool:
+    """Return whether vLLM saw the device's free memory change by another process."""
+    return isinstance(error, AssertionError) and str(error).startswith(_MEMORY_ASSERTIONS)
+
+
+def _memory_remedy(error: Exception) -> str:
+    """Return what to do about another process that uses the device, as the end of a message."""
+    if not _is_about_memory(error):
+        return ""
+    return " Another process took or freed memory of this GPU meanwhile: end it, or let it wait"
+
+
+def _memory_report(cfg: EngineConfig) -> str:
+    """Return who has the device's memory, and what to change, for a message of a failed start."""
+    free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
+    trainer = torch.cuda.memory_reserved() / 2**30
+    others = total - free - trainer
+    share = cfg.gpu_memory_utilization
+    return (
+        f"\n{free:.1f} of the device's {total:.1f} GiB are free: this process's tensors have "
+        f"{trainer:.1f}, CUDA's contexts and other processes {others:.1f}. "
+        f"engine.gpu_memory_utilization = {share} asks for {share * total:.1f}: lower it, or "
+        "end the other processes; if the engine's weights do not fit, raise "
+        "engine.tensor_parallel_size; if the KV cache does not, lower engine.max_model_len. "
+        "`python -m minirl.plan` shows what takes what"
+    )

@@ -1,6 +1,6 @@
-"""What is changed in vLLM wherever it runs, and why: each patch is a function.
+"""What is changed in vLLM wherever it runs, and why: each patch is a function or a class.
 
-What is changed in its CPU build is in cpu/. vLLM is imported late, after the engine has set
+What is changed in its CPU build alone is in cpu/. vLLM is imported late, after the engine has set
 its environment.
 """
 
@@ -70,10 +70,10 @@ def patch_transformers_base() -> None:
 
 
 def patch_newlines(vision: GemmaVision) -> None:
-    """Let vLLM join the newlines beside an image, and no others.
+    """Let vLLM join the newlines next to an image, and no others.
 
-    It joins all that are side by side in a prompt with images, as the tokenizer would have. But the
-    policy may have sampled two tokens, and goes on behind those.
+    It joins all neighbouring ones in a prompt with images, as the tokenizer would have. But the
+    policy may have sampled two tokens, and continues after those.
     """
     from vllm.model_executor.models import gemma3_mm
 
@@ -98,3 +98,37 @@ def remove_sockets() -> None:
     for address in addresses:
         if isinstance(address, str) and address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+COPIES = ("W_UK_T", "W_UV")
+
+
+class LatentAttention:
+    """Copies that vLLM makes of weights of multi-head latent attention (arXiv 2405.04434).
+
+    Keys and values of a head are products of a latent vector, which is what the cache holds, with
+    `kv_b_proj`. vLLM multiplies queries and outputs by parts of it instead, of which it makes
+    copies once, after loading, where no refit reaches them.
+    """
+
+    def __init__(self, model: Any):
+        """Find the layers that have such copies; most models have none.
+
+        Args:
+            model: the engine's model.
+        """
+        self._layers: list[Any] = []
+        self.names: set[str] = set()  # Of the copies, among the model's parameters.
+        for prefix, module in model.named_modules():
+            if type(module).__name__ == "MLAAttention":
+                self._layers.append(module)
+                self.names |= {f"{prefix}.{name}" for name in COPIES}
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Make the copies again, in place, because CUDA graphs read them there."""
+        for layer in self._layers:
+            rows = layer.kv_b_proj.weight.unflatten(0, (layer.num_heads, -1))  # [N, P + V, L]
+            keys, values = rows.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+            layer.W_UK_T.copy_(keys)
+            layer.W_UV.copy_(values.mT)

@@ -1,48 +1,30 @@
 """The experts that vLLM's routers choose, by request (R3, arXiv 2510.11370).
 
-On CUDA vLLM itself returns them (`enable_return_routed_experts`, 0.32). Its CPU build refuses that,
-so there each router's choice is written where the key of the token goes: to the slot of the KV
-cache. Then tokens that requests share by the prefix cache, that a preempted request computes again,
-or that are prefilled in parts have their routes in the slots of the request like all others.
+On CUDA vLLM itself returns them (`enable_return_routed_experts`). Its CPU build refuses that:
+cpu/routes.py records them there.
 """
 
-import dataclasses
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import UserError
 from minirl.batch.routes import narrow
 
-FLAG = "enable_return_routed_experts"
 
-
-def arguments(on_cuda: bool) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that routes need.
-
-    Raises:
-        UserError: this version of vLLM does not return them.
-    """
-    if not on_cuda:
-        return {}
-    from vllm.engine.arg_utils import EngineArgs
-
-    require(
-        FLAG in {field.name for field in dataclasses.fields(EngineArgs)},
-        f"algo.router_replay needs a vLLM that returns the experts of its routers ({FLAG}); "
-        "install vLLM 0.32, or set algo.router_replay to false",
-    )
-    return {FLAG: True}
-
-
-class _Mixtures:
-    """The mixtures of vLLM's model, in order of layers."""
+class Routers:
+    """The mixtures of experts of vLLM's model, in the order of layers."""
 
     def __init__(self, model: Any):
+        """Find them.
+
+        Args:
+            model: the engine's model.
+
+        Raises:
+            UserError: the model has no mixture of experts.
+        """
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         runners = [module for module in model.modules() if isinstance(module, MoERunner)]
@@ -61,8 +43,9 @@ class _Mixtures:
 class ReturnedRoutes:
     """Routes as vLLM returns them with its outputs."""
 
-    def __init__(self, llm: Any, model: Any):
-        self._mixtures = _Mixtures(model)
+    def __init__(self, model: Any):
+        """Take the engine's model, which has a mixture of experts."""
+        self._mixtures = Routers(model)
 
     def add(self, request_id: str, internal_id: str) -> None:
         """Note a request that was added."""
@@ -84,94 +67,3 @@ class ReturnedRoutes:
         if experts is None:
             return None
         return narrow(experts[:, self._mixtures.layers], self._mixtures.num_experts)
-
-
-class SlotRoutes:
-    """Routes by slots of the KV cache, as the CPU build computes them."""
-
-    def __init__(self, llm: Any, model: Any):
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-        engine = llm.llm_engine
-        self._runner = engine.model_executor.driver_worker.worker.model_runner
-        self._scheduler = engine.engine_core.engine_core.scheduler
-        self._mixtures = _Mixtures(model)
-        cache = self._runner.kv_cache_config
-        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-        # Blocks behind a sliding window are given away while the request runs.
-        whole = [i for i, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
-        require(
-            whole,
-            "algo.router_replay: no layer of policy.model sees the whole sequence, and the CPU "
-            "engine keeps routes with the keys of such layers; set it to false, or use a GPU",
-        )
-        self._group = whole[0]
-        self._block_size = specs[self._group].block_size
-        shape = (cache.num_blocks, self._block_size, len(self._mixtures.layers))
-        self._slots = torch.zeros(*shape, self._mixtures.top_k, dtype=torch.int16)
-        self._internal_ids: dict[str, str] = {}
-        for number, runner in enumerate(self._mixtures.runners):
-            runner.router.set_capture_fn(partial(self._write, number))
-        self._execute = self._runner.execute_model
-        self._runner.execute_model = self._execute_model
-
-    def _execute_model(self, scheduled: Any, *others: Any, **options: Any) -> Any:
-        """Copy what vLLM copies within its cache, and compute the step."""
-        for copy in scheduled.kv_cache_block_copies or ():
-            self._slots[copy.dst_block_id] = self._slots[copy.src_block_id]
-        return self._execute(scheduled, *others, **options)
-
-    def _write(self, number: int, experts: Tensor) -> None:
-        """Keep the choice of a mixture's router, int [T, k], of the tokens of a step."""
-        table = self._runner.input_batch.block_table[self._group]
-        # vLLM's name of the device's copy. Where tables were made anew, as for layers with a state,
-        # it is not the host's.
-        slots = table.slot_mapping.gpu[: len(experts)].long()
-        is_token = slots >= 0  # The others fill the batch up.
-        rows = self._slots.flatten(0, 1)
-        rows[slots[is_token], number] = experts[is_token].to(torch.int16)
-
-    def add(self, request_id: str, internal_id: str) -> None:
-        """Note a request that was added."""
-        self._internal_ids[request_id] = internal_id
-
-    def of_finished(self, output: Any) -> np.ndarray | None:
-        """Return the routes of a request with its last output, before the engine's next step."""
-        request = self._runner.requests[self._internal_ids.pop(output.request_id)]
-        num_tokens = request.num_prompt_tokens + len(request.output_token_ids) - 1
-        return self._read(request.block_ids, num_tokens)
-
-    def of_unfinished(self, state: Any) -> np.ndarray | None:
-        """Return the routes so far of a request in vLLM's output processor."""
-        request_id = self._internal_ids[state.external_req_id]
-        # 0 of a request that waits, or was preempted and has lost its blocks.
-        num_tokens = self._scheduler.requests[request_id].num_computed_tokens
-        if not num_tokens:
-            return None
-        return self._read(self._scheduler.kv_cache_manager.get_block_ids(request_id), num_tokens)
-
-    def end(self, request_ids: Iterable[str]) -> None:
-        """Forget requests."""
-        for request_id in request_ids:
-            self._internal_ids.pop(request_id, None)
-
-    def _read(self, block_ids: tuple[list[int], ...], num_tokens: int) -> np.ndarray:
-        """Return the routes of the first tokens of a request with these blocks."""
-        blocks = torch.tensor(block_ids[self._group])
-        routes = self._slots[blocks].flatten(0, 1)[:num_tokens]
-        assert len(routes) == num_tokens, (len(routes), num_tokens)
-        return narrow(routes.numpy(), self._mixtures.num_experts)
-
-
-def read_from(llm: Any, model: Any, on_cuda: bool) -> ReturnedRoutes | SlotRoutes:
-    """Return what reads the routes of an engine.
-
-    Args:
-        llm: made with `arguments`.
-        model: the engine's.
-        on_cuda: the engine's device is a GPU.
-
-    Raises:
-        UserError: the model has no mixture of experts, or not the attention that routes need.
-    """
-    return ReturnedRoutes(llm, model) if on_cuda else SlotRoutes(llm, model)

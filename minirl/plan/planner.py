@@ -13,7 +13,7 @@ from minirl.base.errors import require
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
-from minirl.engine.num_seqs import MOST_SEQS
+from minirl.engine.engine import MOST_SEQS
 from minirl.plan import kinds
 from minirl.plan.cards import (
     EAGER_SECONDS_PER_LAYER,

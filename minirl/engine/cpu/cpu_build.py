@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data.vision import Vision
+from minirl.engine import compat
 from minirl.engine.cpu.delta import patch_delta_nets
 from minirl.engine.cpu.packed import packed_linear, wide_logits
 from minirl.model.hybrid.delta_rule import convolution
@@ -146,10 +146,9 @@ def patch_images(vision: Vision) -> None:
     Args:
         vision: says in which layers. A batch is described once for all layers with one window.
     """
-    import vllm
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-    dtype = torch.bool if vllm.__version__.startswith("0.26.") else torch.int32
+    dtype = compat.causal_dtype()
     # Without what an engine before has put around it.
     build = inspect.unwrap(CPUAttentionMetadataBuilder.build)
 
@@ -224,8 +223,7 @@ def _patch_shared_memory(mesh: Mesh) -> None:
     job = of_ranks[0][1]
     num_ranks_here = [other for other, _ in of_ranks].count(host)
     # vLLM 0.26 does not ask whether its ranks agree.
-    can_decline = "_all_group_ranks_share_shm_group_name" in vars(cpu_communicator.CpuCommunicator)
-    declines = can_decline and num_ranks_here > len(os.sched_getaffinity(0))
+    declines = not compat.is_old() and num_ranks_here > len(os.sched_getaffinity(0))
 
     def make_group_name(communicator: Any) -> str:
         ranks = "-".join(map(str, communicator.ranks))
@@ -248,19 +246,11 @@ def _patch_shared_memory(mesh: Mesh) -> None:
 
 def _patch_cpu_experts() -> None:
     """Keep fused experts' weights plain parameters, as `_patch_cpu_linear` does for matrices."""
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # vLLM 0.26
-        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
-
-        def refuse(*_: object) -> None:
-            raise UserError(
-                "the CPU engine of vLLM 0.26 keeps expert weights where a refit cannot write them; "
-                "use vLLM 0.32"
-            )
-
-        CPUFusedMOE.__init__ = refuse
+    if compat.is_old():
+        compat.refuse_cpu_experts()
         return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
     experts = CPUUnquantizedExperts
     experts.process_weights_after_loading = lambda self, layer: None
     experts._padded_intermediate_size = classmethod(

@@ -1,0 +1,104 @@
+"""What differs in the older pair, vLLM 0.26 with torch 2.11; all of it goes with that pair.
+
+vLLM is imported late, after the engine has set its environment.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.integrations.heterogeneity.configuration_utils import (
+    AmbiguousGlobalPerLayerAttributeError,
+)
+
+from minirl.base.errors import UserError, require
+
+# Families that vLLM 0.26 cannot hold, or of which it computes other log-probs.
+NOT_IN_0_26 = (
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "mellum",
+    "ministral3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+)
+
+
+def is_old() -> bool:
+    """Return whether vLLM is of version 0.26."""
+    import vllm
+
+    return vllm.__version__.startswith("0.26.")
+
+
+def check_family(folder: Path) -> None:
+    """Refuse a model that an old vLLM cannot serve as its files mean it.
+
+    Args:
+        folder: folder of the model.
+
+    Raises:
+        UserError: vLLM is old, and the model is of such a family.
+    """
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    require(
+        not is_old() or family not in NOT_IN_0_26,
+        f"vLLM 0.26 cannot serve {family} as its files mean it; install vLLM 0.32",
+    )
+
+
+def remedy(error: Exception) -> str:
+    """Return what to do about an error of vLLM, as the end of a message; mostly nothing.
+
+    Old versions ask a config whose layers differ (gemma4_text) for one size of all of them, which
+    transformers refuses to give.
+    """
+    if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
+        return ". This version of vLLM knows layers of one size only; install vLLM 0.32"
+    return ""
+
+
+def check_routes() -> None:
+    """Refuse router replay on CUDA where vLLM does not return its routers' choices."""
+    require(
+        not is_old(),
+        "algo.router_replay needs a vLLM that returns the experts of its routers; install vLLM "
+        "0.32, or set algo.router_replay to false",
+    )
+
+
+def refuse_cpu_experts() -> None:
+    """Refuse mixtures of experts in the CPU build, which keeps their weights out of reach."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    def refuse(*_: object) -> None:
+        raise UserError(
+            "the CPU engine of vLLM 0.26 keeps expert weights where a refit cannot write them; "
+            "use vLLM 0.32"
+        )
+
+    CPUFusedMOE.__init__ = refuse
+
+
+def causal_dtype() -> torch.dtype:
+    """Return the dtype in which the CPU build's attention is given what is causal."""
+    return torch.bool if is_old() else torch.int32
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """Return what vLLM raises for a request that it refuses, besides ValueError."""
+    if is_old():
+        return ()
+    from vllm.exceptions import VLLMClientError
+
+    return (VLLMClientError,)
+
+
+def tag_options() -> dict[str, Any]:
+    """Return the options with which a parser's grammar holds arguments to their schemas."""
+    if is_old():
+        return {}  # It does so by itself.
+    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+    return {"strict_level": ToolStrictLevel.PARAMETER}
