@@ -18,7 +18,7 @@ from minirl.data import images
 from minirl.data.messages import for_template, read_template_kwargs
 from minirl.data.vision import Vision
 from minirl.endpoint.http import BadRequest
-from minirl.endpoint.tool_calls import ToolCall, ToolReader, choose, make_reader
+from minirl.endpoint.tool_calls import ToolCall, ToolReader, make_reader
 from minirl.engine.grammars import Guide, json_guide
 from minirl.rollout.conversation import Conversation, to_message
 
@@ -69,17 +69,24 @@ class CompletionRequest(BaseModel, extra="allow"):
         """Return the reader of the calls in the answers; None if there are no tools to call.
 
         Args:
-            tokenizer: with the chat template.
+            tokenizer: has the chat template.
             parser: endpoint.tool_parser.
 
         Raises:
-            UserError: The template shows no tools, or the request demands one that it has not.
-            KeyError, TypeError, ValueError: The request is malformed.
+            UserError: the template shows no tools, or the request demands one that it does not
+                have.
+            KeyError, TypeError, ValueError: the request is malformed.
         """
-        choice = choose(self.tool_choice, self.tools)
-        if choice is None or self.tools is None:
+        if self.tool_choice == "none":
             return None
-        return make_reader(tokenizer, self.tools, choice, parser)
+        if not self.tools:
+            require(
+                self.tool_choice in (None, "auto"),
+                f"tool_choice = {self.tool_choice!r} demands a tool, and the request has none; add "
+                "`tools`",
+            )
+            return None
+        return make_reader(tokenizer, self.tools, self.tool_choice or "auto", parser)
 
     def num_top_logprobs(self) -> int:
         """Return how many of the likeliest tokens to show in the place of each sampled one."""

@@ -15,7 +15,6 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive
 
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
@@ -37,7 +36,7 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 # vLLM's own.
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
-# Of each API that is not that of chats: its requests as those of chats, and its responses.
+# The APIs other than OpenAI's chats: how a request becomes that of a chat, and the response.
 OTHERS: dict[str, tuple[Callable[[JSONObject], JSONObject], type[PendingResponse]]] = {
     MESSAGES: (anthropic.to_chat, anthropic.AnthropicResponse),
     RESPONSES: (responses.to_chat, responses.ResponsesResponse),
@@ -51,12 +50,12 @@ class Endpoint:
         """Bind the address, and serve whenever the engine's loop runs.
 
         Args:
-            engine_loop: Samples completions.
-            prompts: Have the tokenizer, and how the model reads images.
-            cfg: The address, and what a client may ask for.
+            engine_loop: samples completions.
+            prompts: have the tokenizer, and how the model reads images.
+            cfg: the address, and what a client may ask for.
 
         Raises:
-            UserError: The address is not free.
+            UserError: the address is not free.
         """
         preload()  # Now, and not while a request waits.
         self.engine_loop = engine_loop
@@ -89,9 +88,9 @@ class Endpoint:
         """Open a session whose samples follow from `seed` and the order of its requests.
 
         Args:
-            seed: of the session.
-            sampling: of its requests.
-            row: of the episode. Its template arguments count in the session; its tools are the
+            seed: numbers that no other session has.
+            sampling: how its requests sample.
+            row: the episode's row. Its template arguments count in the session; its tools are the
                 agent's to offer.
         """
         inputs = (row or {}).get("template_inputs", {})
@@ -136,27 +135,15 @@ class Endpoint:
         session = self._session(http_request)
         with _refusing(session, path):
             fields = await read_json(http_request, self._cfg.limits)
-            response = self._prepare(path, session, fields, http_request.receive)
+            to_chat, make_response = OTHERS.get(path, (None, PendingResponse))
+            request = parse_request(to_chat(fields) if to_chat else fields)
+            if (request.messages is None) != (path == COMPLETIONS):
+                raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
+            response = make_response(session, request, http_request.receive)
         if response.request.stream:
             events = _with_error(response.events(), path)
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(await response.body())
-
-    def _prepare(
-        self, path: str, session: SessionState, fields: Any, receive: Receive
-    ) -> PendingResponse:
-        """Return the response to a request, which begins to be sampled.
-
-        Raises:
-            UserError: The request cannot be answered.
-            KeyError, TypeError, ValueError, AttributeError: It is malformed.
-        """
-        to_chat, make_response = OTHERS.get(path, (None, PendingResponse))
-        chat_fields = to_chat(fields) if to_chat else fields
-        request = parse_request(chat_fields)
-        if (request.messages is None) != (path == COMPLETIONS):
-            raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
-        return make_response(session, request, receive)
 
     async def _tokenize(self, http_request: HTTPRequest) -> JSONResponse:
         """Answer with the tokens of a prompt as the engine would read it, or with their number."""
@@ -195,11 +182,11 @@ def _refusing(session: SessionState, path: str) -> Iterator[None]:
     """Turn what a malformed request raises into a BadRequest, and note why one is refused.
 
     Args:
-        session: Of the request.
-        path: Of the request.
+        session: the session of the request.
+        path: the path of the request.
 
     Raises:
-        UserError: The request cannot be answered.
+        UserError: the request cannot be answered.
     """
     try:
         try:
@@ -217,20 +204,17 @@ def _refusing(session: SessionState, path: str) -> Iterator[None]:
 def _read(session: SessionState, fields: Any) -> list[Prompt]:
     """Return the prompts that a body has. Raises what `_refusing` turns into a BadRequest."""
     request = parse_request(fields)
-    session.check(request)
+    request.check(session.cfg, session.conversation.vision, session.max_model_len)
     return read_prompts(session, request)
 
 
 async def _health(_: HTTPRequest) -> Response:
-    """Say that the endpoint is there, to whoever asks."""
+    """Answer whoever asks whether the endpoint is there."""
     return Response()
 
 
 async def _with_error(events: AsyncIterator[str], path: str) -> AsyncIterator[str]:
-    """Yield the events, and the error that ends a response after its status was sent.
-
-    `path`: of the request.
-    """
+    """Yield the events of a path, and the error that ends a response after its status was sent."""
     try:
         async for each in events:
             yield each

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import UserError
 from minirl.data import chat, harmony
 from minirl.engine import compat
 from minirl.engine.grammars import Guide, is_deeper, tag_guide
@@ -23,10 +24,9 @@ ToolCall = tuple[str, dict]  # name and arguments
 
 _MAX_NESTING = 100  # of a call's arguments, which others will read by recursion
 _DEFAULT = "hermes"
-# Parsers that `auto` tries, vLLM's and our own of harmony: those of Qwen and Hermes, GLM, Qwen's
-# coders, Mistral, Llama 3, gpt-oss.
-# With the text that begins a call, where it is ordinary text: what stands before it can be
-# streamed. "": an answer of which parts may become a call is sent at its end.
+# Parsers that `auto` tries: vLLM's of Qwen and Hermes, GLM, Qwen's coders, Mistral and Llama 3, and
+# minirl's of gpt-oss. With each, the text that begins a call, if it is ordinary text: what stands
+# before it can be streamed. "": an answer of which parts may become a call is sent at its end.
 _MARKERS = {
     "hermes": "<tool_call>",
     "glm45": "<tool_call>",
@@ -55,7 +55,7 @@ def preload() -> None:
     import vllm.tool_parsers.structural_tag_registry
     import vllm.v1.structured_output.backend_xgrammar  # noqa: F401
 
-    # A call that cannot be read is the policy's affair, not one for the log.
+    # The log is not for calls that the policy writes wrongly.
     for logger in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(logger).setLevel(logging.CRITICAL + 1)
 
@@ -74,7 +74,7 @@ class ToolReader:
         return _MARKERS.get(self.parser, "")
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return what a text says beside its calls, and the calls.
+        """Return what a text says besides its calls, and the calls.
 
         If one of them cannot be read there are none at all, so that the client sees the text.
         """
@@ -107,34 +107,43 @@ class ToolReader:
 def make_reader(
     tokenizer: PreTrainedTokenizerBase,
     tools: list[dict],
-    tool_choice: str | dict | None,
-    setting: str,
+    tool_choice: str | dict,
+    parser: str,
 ) -> ToolReader:
     """Return the reader of the answers to a request with tools.
 
     Args:
         tokenizer: has the chat template.
-        tools: of the request, in OpenAI's form.
-        tool_choice: of the request.
-        setting: endpoint.tool_parser.
+        tools: the request's tools, in OpenAI's form.
+        tool_choice: the request's choice, in OpenAI's form.
+        parser: endpoint.tool_parser.
 
     Raises:
-        UserError: the template shows no tools, or there is no such parser.
+        UserError: the template shows no tools, there is no such parser, or the request has not the
+            tool that it demands.
         ValueError: the tools are malformed.
     """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
     template = str(tokenizer.chat_template)
     _require_shown(tokenizer, template)
-    parser = setting
-    if setting == "auto":
+    if parser == "auto":
         parser = _find_parser(tokenizer, template)
+    return _make_reader(tokenizer, tools, tool_choice, parser)
+
+
+def _make_reader(
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict], tool_choice: str | dict, parser: str
+) -> ToolReader:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
     try:
         request = ChatCompletionRequest(
-            model="policy", messages=[], tools=tools, tool_choice=tool_choice or "auto"
+            model="policy", messages=[], tools=tools, tool_choice=tool_choice
         )
-    except compat.client_errors() as error:
-        raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
+    except (ValidationError, *compat.client_errors()) as error:
+        problem = str(error).splitlines()[0]
+        if isinstance(error, ValidationError):
+            problem = error.errors(include_url=False, include_context=False)[0]["msg"]
+        raise UserError(f"the tools cannot be called: {problem}") from error
     _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
 
@@ -164,7 +173,7 @@ def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
         return _DEFAULT
     for name in _MARKERS:
         with contextlib.suppress(UserError):
-            reader = make_reader_of(name, tokenizer)
+            reader = _make_reader(tokenizer, [_TOOL], "auto", name)
             if reader.read(written)[1] == [(_NAME, _ARGUMENTS)]:
                 return name
     raise UserError(
@@ -172,15 +181,6 @@ def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
         f"{', '.join(_MARKERS)} reads back ({written[:200]!r}); name another by "
         "endpoint.tool_parser, or another template by data.chat_template"
     )
-
-
-def make_reader_of(parser: str, tokenizer: PreTrainedTokenizerBase) -> ToolReader:
-    """Return a reader with a tool of its own. Raises UserError if there is no such parser."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    request = ChatCompletionRequest(model="policy", messages=[], tools=[_TOOL], tool_choice="auto")
-    _make_parser(parser, tokenizer, request.tools)
-    return ToolReader(parser, tokenizer, request)
 
 
 def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> Any:
@@ -214,28 +214,3 @@ class _HarmonyParser:
 
     def get_structural_tag(self, request: Any, **options: Any) -> None:
         """Return no grammar: a demanded call is asked for, not forced."""
-
-
-def choose(tool_choice: str | dict | None, tools: list[dict] | None) -> str | dict | None:
-    """Return the choice of tools that counts; None if there are no tools to call.
-
-    Raises:
-        UserError: the request demands a tool that it does not have.
-        KeyError, TypeError: it is malformed.
-    """
-    if tool_choice == "none":
-        return None
-    if not tools:
-        require(
-            tool_choice in (None, "auto"),
-            f"tool_choice = {tool_choice!r} demands a tool, and the request has none; add `tools`",
-        )
-        return None
-    if isinstance(tool_choice, dict):
-        name = tool_choice["function"]["name"]
-        names = [tool["function"]["name"] for tool in tools]
-        require(
-            name in names,
-            f"tool_choice names the tool {name!r}, and the request has {', '.join(names)}",
-        )
-    return tool_choice or "auto"
