@@ -20,17 +20,14 @@ def to_chat(body: JSONObject) -> JSONObject:
         messages.append({"role": "system", "content": body["system"]})
     for message in body["messages"]:
         messages += _to_chat_messages(message)
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": tool.get("description", ""),
-                "parameters": tool["input_schema"],
-            },
+    tools = []
+    for tool in body.get("tools") or ():
+        function = {
+            "name": tool["name"],
+            "description": tool.get("description", ""),
+            "parameters": tool["input_schema"],
         }
-        for tool in body.get("tools") or ()
-    ]
+        tools.append({"type": "function", "function": function})
     choice = body.get("tool_choice") or {}
     chat = {
         "messages": messages,
@@ -71,13 +68,8 @@ def _to_chat_messages(message: JSONObject) -> list[JSONObject]:
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             tool_calls.append({"id": block["id"], "function": function})
         elif block["type"] == "tool_result":
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block["tool_use_id"],
-                    "content": block.get("content"),
-                }
-            )
+            reply = {"tool_call_id": block["tool_use_id"], "content": block.get("content")}
+            messages.append({"role": "tool", **reply})
         elif block["type"] == "image":
             source = block["source"]
             url = f"data:{source['media_type']};base64,{source['data']}"
@@ -100,14 +92,8 @@ class AnthropicResponse(PendingResponse):
         if choice.visible_text:
             content.append({"type": "text", "text": choice.visible_text})
         for number, (function, arguments) in enumerate(choice.tool_calls):
-            content.append(
-                {
-                    "type": "tool_use",
-                    "id": f"toolu_{name}_{number}",
-                    "name": function,
-                    "input": arguments,
-                }
-            )
+            call = {"id": f"toolu_{name}_{number}", "name": function, "input": arguments}
+            content.append({"type": "tool_use", **call})
         stop_reason = STOP_REASONS.get(choice.finish_reason)
         if choice.stop_string and not choice.tool_calls:
             stop_reason = "stop_sequence"

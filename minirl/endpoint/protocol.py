@@ -37,7 +37,11 @@ def _as_list(value: Any) -> Any:
 
 
 class CompletionRequest(BaseModel, extra="allow"):
-    """The body of a request, in OpenAI's form."""
+    """The body of a request, in OpenAI's form, as far as it counts here.
+
+    Messages, tools and schemas stay as the client sent them: the chat template writes them into the
+    prompt. (vLLM's own model of a request would rename fields and add some.)
+    """
 
     messages: list[JSONObject] | None = None
     # In place of messages. Texts are read as they are: special tokens in them count, none is added.
@@ -109,8 +113,8 @@ class CompletionRequest(BaseModel, extra="allow"):
         would forbid the calls.
 
         Raises:
-            UserError: vLLM cannot hold an answer to it, or the format is none that there is.
-            KeyError, TypeError, AttributeError: It is malformed.
+            UserError: vLLM cannot hold an answer to it, or there is no such format.
+            KeyError, TypeError, AttributeError: the request is malformed.
         """
         schema = {"type": "object"}
         if self.demands_json() and self.response_format:
@@ -126,16 +130,16 @@ class CompletionRequest(BaseModel, extra="allow"):
         return json_guide(schema) if self.demands_json() else None
 
     def check(self, cfg: EndpointConfig, vision: Vision | None, max_model_len: int) -> None:
-        """Refuse what is too much or not to be had, before anything is made of it.
+        """Refuse a request that is too large, or that asks for what the endpoint cannot do.
 
         Args:
-            cfg: The limits.
-            vision: How the model reads images; None: it reads none.
-            max_model_len: Tokens of a context.
+            cfg: the limits.
+            vision: how the model reads images; None: it reads none.
+            max_model_len: tokens of a context.
 
         Raises:
-            UserError: The request asks for what the endpoint cannot do.
-            KeyError, TypeError, ValueError: It is malformed.
+            UserError: the request is refused.
+            KeyError, TypeError, ValueError: the request is malformed.
         """
         extra = self.model_extra or {}
         for name in _UNSUPPORTED:
@@ -175,14 +179,14 @@ class CompletionRequest(BaseModel, extra="allow"):
         Call `check` first.
 
         Args:
-            conversation: Of the session. Variables of the chat template that its row has count
-                where the request names none.
-            sampled_texts: The session's earlier completions as they were sampled, by
-                `completion_key`. They stand in the chat for what the client sends back of them.
+            conversation: the session's conversation. Variables of the chat template that its row
+                has count where the request names none.
+            sampled_texts: the session's earlier completions as they were sampled, by
+                `completion_key`. They replace in the chat what the client sends back of them.
 
         Raises:
-            UserError: The prompt is empty, or the template refuses it.
-            KeyError, TypeError, ValueError: The request is malformed.
+            UserError: the prompt is empty, or the template refuses it.
+            KeyError, TypeError, ValueError: the request is malformed.
         """
         if self.messages is None:
             if not self.prompt or not all(self.prompt):
@@ -193,10 +197,8 @@ class CompletionRequest(BaseModel, extra="allow"):
                 if min(ids) < 0 or max(ids) >= len(tokenizer):
                     raise UserError(f"prompt has a token outside 0 ... {len(tokenizer) - 1}")
             return [(prompt, []) for prompt in self.prompt]
-        messages = [
-            _to_template_message(message, sampled_texts, conversation.tokenizer)
-            for message in self.messages
-        ]
+        tokenizer = conversation.tokenizer
+        messages = [_to_template(message, sampled_texts, tokenizer) for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools
         given: dict[str, Any] = {"tools": tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
@@ -207,10 +209,10 @@ class CompletionRequest(BaseModel, extra="allow"):
 
 
 def parse_request(fields: Any) -> CompletionRequest:
-    """Return the request that a body is.
+    """Return the request in a body.
 
     Raises:
-        BadRequest: It is none; the message says in which field, and what would be right.
+        BadRequest: there is none; the message names the field, and what would be right.
     """
     try:
         return CompletionRequest.model_validate(fields)
@@ -226,7 +228,7 @@ def parse_request(fields: Any) -> CompletionRequest:
 def check_length(
     prompt: str | list[int], max_model_len: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse a text that is too long whatever its tokens are: megabytes of it take seconds to read.
+    """Refuse a text that is too long whatever its tokens are: tokenizing megabytes takes seconds.
 
     Raises:
         BadRequest: it has more characters than a context of the longest tokens.
@@ -247,7 +249,7 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _check_images(messages: list[JSONObject], vision: Vision | None, max_megapixels: float) -> None:
-    """Refuse images that the model cannot read, by their heads. Raises UserError."""
+    """Refuse images that the model cannot read, by their file headers. Raises UserError."""
     urls = []
     for message in messages:
         content = message.get("content")
@@ -273,25 +275,23 @@ def _check_images(messages: list[JSONObject], vision: Vision | None, max_megapix
             )
 
 
-def _to_template_message(
+def _to_template(
     message: JSONObject, sampled_texts: dict[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> JSONObject:
-    """Return a message as chat templates want it; the policy's own as it was sampled."""
+    """Return a message as chat templates want it; one that the policy wrote as it was sampled."""
     role = message["role"]
     content, tool_calls = _content_and_calls(message)
     if role == "assistant":
         sampled_text = sampled_texts.get(completion_key(content, tool_calls))
         if sampled_text is not None:
             return to_message(tokenizer, sampled_text)
-    template_message = message | {
-        "role": "system" if role == "developer" else role,
-        "content": content,
-    }
+    role = "system" if role == "developer" else role
+    template_message = message | {"role": role, "content": content}
     if tool_calls:
-        template_message["tool_calls"] = [
-            {"type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in tool_calls
-        ]
+        calls = []
+        for name, arguments in tool_calls:
+            calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+        template_message["tool_calls"] = calls
     return template_message
 
 
@@ -309,11 +309,11 @@ def messages_since_prompt(
 ) -> list[JSONObject]:
     """Return the messages from the first one that the session has sampled, for reward functions.
 
-    Calls have mappings for arguments, and replies of tools the names of these.
+    Calls get mappings for arguments, and replies of tools the tools' names.
 
     Args:
-        messages: of a request.
-        sampled_texts: as `CompletionRequest.render_prompts` has them.
+        messages: the messages of a request.
+        sampled_texts: as in `CompletionRequest.render_prompts`.
     """
     names = {}
     since: list[JSONObject] = []

@@ -74,8 +74,8 @@ def read_prompts(session: SessionState, request: CompletionRequest) -> list[Prom
     """Return the prompts of a request, which was checked, as the engine would read them.
 
     Raises:
-        UserError: A prompt is too long, or the template refuses the chat.
-        KeyError, TypeError, ValueError: The request is malformed.
+        UserError: a prompt is too long, or the template refuses the chat.
+        KeyError, TypeError, ValueError: the request is malformed.
     """
     conversation = session.conversation
     prompts = []
@@ -422,7 +422,7 @@ class PendingResponse:
         """Yield entries of OpenAI's `choices`: parts of them if the request asks for a stream.
 
         Raises:
-            BadRequest: The session was closed.
+            BadRequest: the session was closed.
         """
         while (chunk := await self._chunks.get()) is not None:
             yield chunk

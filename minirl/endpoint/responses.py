@@ -1,6 +1,6 @@
 """OpenAI's responses: a request translated to a chat, and its response in items.
 
-It is stateless: a request has all of its chat in `input`. What would need a memory
+It keeps no state: a request has all of its chat in `input`. What would need a memory
 (`previous_response_id`, `conversation`, `background`) or tools that run at the server is refused.
 """
 
@@ -25,7 +25,7 @@ def to_chat(body: JSONObject) -> JSONObject:
 
     Raises:
         UserError: `body` asks for what the endpoint cannot do.
-        KeyError, TypeError, AttributeError: It is malformed.
+        KeyError, TypeError, AttributeError: it is malformed.
     """
     for name, why in _UNSUPPORTED.items():
         require(not body.get(name), f"{name} is not supported here: {why}")

@@ -38,13 +38,13 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
     """Answer the protocol at `/` and `/get_reward` until the process gets a signal to stop.
 
     Args:
-        encode: A text -> the sequence to score; called in a thread of its own.
-        score: Sequences -> scores; called in another thread, with at most `tokens_per_batch` tokens
-            unless a single sequence has more.
-        cfg: Address, key, limits, and how texts share a forward.
+        encode: makes a text the sequence to score; called in one thread.
+        score: returns the scores of sequences; called in another thread, with at most
+            `tokens_per_batch` tokens unless a single sequence has more.
+        cfg: address, key, limits, and how texts share a forward.
 
     Raises:
-        UserError: The address is not free, or there is no key where one is named.
+        UserError: the address is not free, or the variable that should have the key is not set.
     """
     key = key_of_environment("api_key_env", cfg.api_key_env)
     with bind(cfg.host, cfg.port) as bound_socket:
@@ -78,11 +78,11 @@ def _refuse_web_pages(request: Request, host: str) -> None:
     """Refuse what a page in a browser sends, which reaches servers on its machine.
 
     Args:
-        request: Without a key, which a page would not know.
-        host: What the server listens on.
+        request: a request to a server without a key, which a page would not know.
+        host: what the server listens on.
 
     Raises:
-        BadRequest: It has an origin, as all that pages post, or a name that is not the server's.
+        BadRequest: it has an origin, as all that pages post, or names another host.
     """
     if "origin" in request.headers:
         raise BadRequest("web pages may not ask without a key; set api_key_env", 403)
@@ -121,7 +121,7 @@ class Batcher:
     """Scores the texts of all requests, as many in a forward as its budget of tokens allows."""
 
     def __init__(self, encode: Encode, score: Score, cfg: ServeConfig):
-        """`cfg`: has the budget, and how long to wait for other requests."""
+        """`cfg` has the budget, and how long to wait for other requests."""
         self._encode = encode
         self._score = score
         self._tokens_per_batch = cfg.tokens_per_batch
@@ -135,7 +135,7 @@ class Batcher:
         """Return the scores of the texts, in their order.
 
         Raises:
-            BadRequest: A text cannot be read or scored, or its score is no finite number.
+            BadRequest: a text cannot be read or scored, or its score is not finite.
         """
         loop = asyncio.get_running_loop()
         rows = await loop.run_in_executor(self._encoder, self._encode_all, texts)
@@ -160,7 +160,7 @@ class Batcher:
         return rows
 
     async def run(self) -> None:
-        """Score what waits, for ever."""
+        """Score what waits, until this task is cancelled."""
         while True:
             await self._news.wait()
             await asyncio.sleep(self._wait_seconds)
@@ -168,7 +168,7 @@ class Batcher:
                 await self._score_batch(batch)
 
     def _take(self) -> list[_Waiting]:
-        """Take what waits longest and fits into the budget, at least one; leave out the rest."""
+        """Take the sequences that wait longest and fit into the budget, at least one."""
         batch: list[_Waiting] = []
         num_tokens = 0
         while self._waiting:

@@ -1,4 +1,4 @@
-"""The endpoint: programs that call a model over HTTP call this rank's engine; all tokens are kept.
+"""The endpoint: programs call this rank's engine over HTTP, and all their tokens are kept.
 
 An API key stands for a session, and a session has one conversation (rollout/conversation.py). A
 request appends its prompts and completions to segments that they continue token by token, or to new

@@ -139,11 +139,11 @@ def _make_reader(
         request = ChatCompletionRequest(
             model="policy", messages=[], tools=tools, tool_choice=tool_choice
         )
-    except (ValidationError, *compat.client_errors()) as error:
-        problem = str(error).splitlines()[0]
-        if isinstance(error, ValidationError):
-            problem = error.errors(include_url=False, include_context=False)[0]["msg"]
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False)[0]["msg"]
         raise UserError(f"the tools cannot be called: {problem}") from error
+    except compat.client_errors() as error:
+        raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
     _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
 
