@@ -51,8 +51,8 @@ def check_family(folder: Path) -> None:
 def remedy(error: Exception) -> str:
     """Return what to do about an error of vLLM, as the end of a message; mostly nothing.
 
-    Old versions ask a config whose layers differ (gemma4_text) for one size of all of them, which
-    transformers refuses to give.
+    Old versions ask the config of gemma4_text, in which layers differ, for one size of all of them,
+    and transformers raises.
     """
     if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
         return ". This version of vLLM knows layers of one size only; install vLLM 0.32"

@@ -64,8 +64,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    # Of the episode, not of vLLM's. 0: env.max_tokens, and engine.max_model_len as the engine has
-    # it, which is longer than that of training where evaluation has longer answers.
+    # Limits of the episode, which vLLM does not know. 0: env.max_tokens, and the engine's
+    # max_model_len, which is longer than that of training if evaluation has longer answers.
     episode_tokens: int = 0  # Sampled tokens.
     context_tokens: int = 0  # Tokens of a sequence.
 
@@ -83,11 +83,11 @@ class EngineOutput(NamedTuple):
     logprobs: list[float]
     # "stop": ended by a stop token, which is the last token; "length"; None: not finished.
     finish_reason: str | None
-    # Of each token: whether a guide's mask took probability from others. Empty: there is no guide.
+    # For each token: whether a guide's mask took probability from others. Empty: there is no guide.
     guided: list[bool]
-    # Of the request's tokens, those of the prompt first (batch/routes.py). None: not now, or never.
+    # Routes of the request's tokens, those of the prompt first (batch/routes.py), if recorded.
     routes: np.ndarray | None
-    # Of each token: the likeliest ones in its place with their log-probs, as many as are asked for.
+    # For each token: the likeliest ones in its place with their log-probs, as many as asked for.
     top: Sequence[list[tuple[int, float]]] = ()
 
 
@@ -116,13 +116,13 @@ class RolloutEngine:
         """Start vLLM. Collective over all ranks, which agree on the size of the KV cache.
 
         Args:
-            cfg: of the engine.
-            folder: of the model.
-            mesh: of all ranks.
-            dtype: of the weights.
+            cfg: the engine's settings.
+            folder: folder of the model.
+            mesh: all ranks.
+            dtype: dtype of the weights.
             load_weights: read the weights from the folder.
-            vision: how the model reads images; None: it reads none, or is asked about none.
-            num_answers: answers that all engines together are asked for at once, about.
+            vision: how the model reads images; None: it reads none, or gets none.
+            num_answers: about how many answers all engines together are asked for at once.
             guides: answers may be held to a guide, for which vLLM needs the tokenizer.
             routes: report which experts the routers of a mixture have chosen.
             timer: gets the seconds of refits, and of waking and sleeping.
@@ -296,7 +296,7 @@ class RolloutEngine:
 
         Args:
             refit: writes the policy's weights into the engine.
-            sleeper: of the policy.
+            sleeper: moves the policy between device and host.
         """
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_optimizer()
@@ -309,7 +309,7 @@ class RolloutEngine:
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_parameters()
             if self.on_cuda:
-                # A rank that is still behind would run out of memory beside a neighbour's KV cache.
+                # A slower rank would run out of memory next to a neighbour's KV cache.
                 self.mesh.barrier()
             self._wake("kv_cache")
         self._asleep = False
@@ -334,7 +334,7 @@ class RolloutEngine:
         """
         if not self.on_cuda or not self.cfg.sleep_level:
             return
-        # A phase of its own: what is awake before is not there behind it (`Timer`).
+        # A phase by itself: what is awake before is not there after it (`Timer`).
         with self.timer.phase("sleep_wake"):
             try:
                 self.llm.sleep(level=self.cfg.sleep_level)
@@ -355,7 +355,7 @@ class RolloutEngine:
     def unmapped_bytes(self) -> int:
         """Return how much of the device a sleeping engine has given back.
 
-        vLLM keeps the addresses, so torch's counters go on counting what is behind them.
+        vLLM keeps the addresses, so torch's counters still count their memory.
         """
         if not self._asleep:
             return 0
@@ -387,8 +387,9 @@ class RolloutEngine:
             request_id: a name that no other request has.
             prompt: token ids, with one token for each image.
             sampling: how to sample.
-            seed: another one for each request. Unseeded requests draw from the process's generator,
-                which the trainer moves and which would differ between ranks of one engine.
+            seed: a different one for each request. Unseeded requests draw from the process's
+                generator, which the trainer uses, too, and which would differ between ranks of one
+                engine.
             images: data URLs.
             stream: `step` reports each token at once, which costs vLLM an object for it.
             guide: what to hold the answer to; the engine was made for guides.
@@ -507,8 +508,8 @@ def _likeliest(logprobs: Any, number: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens in the place of a sampled one, without those that could not be.
 
     Args:
-        logprobs: of vLLM, flat.
-        number: of the sampled token.
+        logprobs: vLLM's, flat.
+        number: number of the sampled token.
     """
     places = range(logprobs.start_indices[number] + 1, logprobs.end_indices[number])
     pairs = [(logprobs.token_ids[place], logprobs.logprobs[place]) for place in places]

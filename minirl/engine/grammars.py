@@ -2,12 +2,13 @@
 
 A grammar masks tokens, so what is drawn is from the policy's distribution p cut to the allowed
 tokens: p(token) / mass, where mass is the sum of p over them. The trainer knows p only. Where the
-mask took nothing (mass = 1) the two are one, and the token is on-policy. Elsewhere the token is the
-grammar's doing as much as the policy's, and stays outside the loss, as what an environment says.
+mask took nothing (mass = 1) the two are one, and the token is on-policy. Elsewhere the token
+comes from the grammar as much as from the policy, and stays outside the loss, as what an
+environment says.
 The mass follows from what stands before a token and not from the token itself, so leaving tokens
 out by it biases no gradient. The log-prob of a token in the loss is that of p, without the mask.
 
-vLLM reports log-probs behind the mask only. So the sum of the exponents of logits is taken before
+vLLM reports log-probs after the mask only. So the sum of the exponents of logits is taken before
 and after it masks them.
 """
 
@@ -45,7 +46,7 @@ def json_guide(schema: dict) -> Guide:
     """Return the guide to a JSON schema.
 
     Raises:
-        UserError: It is too large, or vLLM cannot hold an answer to it.
+        UserError: the schema is too large, or vLLM cannot hold an answer to it.
     """
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -63,7 +64,7 @@ def tag_guide(tag: dict) -> Guide:
     """Return the guide to a structural tag of xgrammar, with little white space in its JSON.
 
     Raises:
-        UserError: It is too large, or vLLM cannot hold an answer to it.
+        UserError: the tag is too large, or vLLM cannot hold an answer to it.
     """
     most = _most_properties(tag)
     require(
@@ -143,7 +144,7 @@ class MassRecorder:
         self._log_masses: dict[str, list[float]] = {}
 
     def begin(self, request_id: str, temperature: float) -> None:
-        """Keep what follows of a request, whose tokens are drawn at this temperature."""
+        """Begin to record a request, which draws tokens at this temperature."""
         self._temperatures[request_id] = temperature or 1.0  # 0 is greedy: any will do.
         self._log_masses[request_id] = []
 
@@ -156,7 +157,7 @@ class MassRecorder:
     def take(self, request_id: str, num_tokens: int) -> list[float] | None:
         """Return the log masses of a request's next tokens.
 
-        None: it has no guide. Of a token that none is known of it is minus infinity.
+        None: the request has no guide. A token without a record has minus infinity.
         """
         if request_id not in self._log_masses:
             return None
@@ -170,7 +171,7 @@ class MassRecorder:
 
         Args:
             logits: float [rows, vocabulary].
-            row_of: rows of requests by vLLM's names, which are ours with an ending.
+            row_of: rows of requests by vLLM's names, which are minirl's with an ending.
             mask: masks the rows.
         """
         names = {name.split("-")[0]: row for name, row in row_of.items()}

@@ -1,7 +1,7 @@
 """The engine's loop: one asyncio loop in the main thread, which steps the engine.
 
 Episodes and the endpoint run in the same loop. They ask for completions, and between two steps of
-the engine all of them get their turn. Where an engine spans several ranks, its leader runs the loop
+the engine all of them get their turn. If an engine spans several ranks, its leader runs the loop
 and sends the others, before each step, the requests to add and to abort.
 """
 
@@ -30,18 +30,18 @@ class Completion:
     """What the engine sampled for one request. The lists are parallel."""
 
     tokens: list[int] = field(default_factory=list)
-    # Of each token, under the distribution that it was drawn from (temperature applied).
+    # Under the distribution that the token was drawn from (temperature applied).
     logprobs: list[float] = field(default_factory=list)
     # True: a stop token ended it, which is the last token. False: the length ran out.
     stopped: bool = False
-    # Of each token: the optimizer steps that the weights had seen which drew it.
+    # For each token: the optimizer steps of the weights that drew it.
     versions: list[int] = field(default_factory=list)
-    # Of each token: whether a mask of guided decoding took probability from others, which puts it
+    # For each token: whether a mask of guided decoding took probability from others, which puts it
     # outside the loss. Empty: nothing was guided.
     guided: list[bool] = field(default_factory=list)
-    # Of the prompt and the completion together, as batch/routes.py says. None: not recorded.
+    # Routes of prompt and completion together (batch/routes.py). None: not recorded.
     routes: np.ndarray | None = None
-    # Of each token: the likeliest tokens in its place with their log-probs. Empty: not asked for.
+    # For each token: the likeliest tokens in its place with their log-probs, if asked for.
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
@@ -49,21 +49,21 @@ class Completion:
 class Request:
     """A request for a completion.
 
-    If a rollout is interrupted, what has been sampled stays here, and the next rollout goes on
-    from it.
+    If a rollout is interrupted, what has been sampled stays here, and the next rollout continues
+    it.
     """
 
-    tokens: list[int]  # Of the prompt.
+    tokens: list[int]  # The prompt.
     sampling: Sampling
     seed: int
-    images: Sequence[ImageSpan]  # Of the prompt.
+    images: Sequence[ImageSpan]  # Images of the prompt.
     # Requests that wait together are added in the order of their names, so that runs repeat.
     name: tuple[int, ...]
     on_tokens: Callable[[], None] | None = None  # Called after each step that brought tokens.
     # What the completion is held to. A grammar cannot begin in the middle, so an interrupted
-    # request begins anew with the same seed.
+    # request begins again with the same seed.
     guide: Guide | None = None
-    on_restart: Callable[[], None] | None = None  # Called when it begins anew.
+    on_restart: Callable[[], None] | None = None  # Called when it begins again.
     top_logprobs: int = 0  # How many of the likeliest tokens to report in the place of each.
     done: Completion = field(default_factory=Completion)  # What has been sampled so far.
 
@@ -102,7 +102,7 @@ class EngineLoop:
             engine: the engine, awake while `run` runs.
             repeatable: step the engine only when every active episode waits for a completion, so
                 that what it computes together does not depend on how long environments take.
-            watch: of the process; None: there are no time limits.
+            watch: knows the process's time limits; None: there are none.
             step_seconds: time limit of a step of the engine.
             turn_seconds: time limit of what an environment does in the loop without awaiting.
         """
@@ -126,7 +126,7 @@ class EngineLoop:
     def close(self) -> None:
         """Cancel everything that still runs in the loop, and close it.
 
-        Tasks of a user's code that swallow the cancellation are left behind.
+        Tasks of a user's code that swallow the cancellation remain.
         """
         with self._limited_turns():
             for _ in range(2):  # What is cancelled may begin new tasks.
@@ -187,7 +187,7 @@ class EngineLoop:
         return None
 
     def resume(self) -> None:
-        """Go on with the requests that earlier runs left unfinished."""
+        """Continue the requests that earlier runs left unfinished."""
         self._waiting = self._paused + self._waiting
         self._paused = []
 
@@ -244,13 +244,13 @@ class EngineLoop:
         self._record(self.engine.unfinished())
         for entry in (*self._running.values(), *self._waiting):
             if not entry[1].cancelled():
-                self._begin_anew_if_guided(entry[0])
+                self._restart_if_guided(entry[0])
                 self._paused.append(entry)
         self._waiting = []
         self._tick(more=False)
         return task.result()
 
-    def _begin_anew_if_guided(self, request: Request) -> None:
+    def _restart_if_guided(self, request: Request) -> None:
         """Drop what has been sampled of an unfinished request, if a guide holds it."""
         if request.guide is None:
             return
@@ -285,7 +285,7 @@ class EngineLoop:
             Whether the engine steps, the ids of the requests to abort, and the arguments of
             `RolloutEngine.add` for each new one.
         """
-        self._count_given_up()
+        self._count_cancelled()
         aborted = []
         for request_id, (_, future) in list(self._running.items()):
             if future.cancelled() or not more:
@@ -304,21 +304,21 @@ class EngineLoop:
         self._waiting = []
         return more, aborted, added
 
-    def _count_given_up(self) -> None:
-        """Count the tokens in the engine of requests whose callers have given them up.
+    def _count_cancelled(self) -> None:
+        """Count the tokens in the engine of requests that their callers have cancelled.
 
-        Those that are in `Request.done` are counted where the request was made.
+        Those in `Request.done` are counted where the request was made.
         """
-        given_up = {key for key, (_, future) in self._running.items() if future.cancelled()}
-        if given_up:
+        cancelled = {key for key, (_, future) in self._running.items() if future.cancelled()}
+        if cancelled:
             for output in self.engine.unfinished():
-                if output.request_id in given_up:
+                if output.request_id in cancelled:
                     self.discarded_tokens += len(output.tokens)
 
     def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.
 
-        Only the leader has requests. An output may also be of one that has just been aborted.
+        Only the leader has requests. An output may belong to one that has just been aborted.
         """
         for output in outputs:
             if output.request_id not in self._running:
@@ -343,8 +343,8 @@ class EngineLoop:
 def _remaining(request: Request, vision: Vision | None) -> tuple:
     """Return the arguments of `RolloutEngine.add` for what is still to be sampled of a request.
 
-    A request that goes on gets another seed, because the numbers of the first are used up. (The
-    factor is that of Knuth's multiplicative hash, so that neighbouring seeds do not meet.)
+    A request that continues gets another seed, because the first numbers of its seed are used up.
+    (The factor is that of Knuth's multiplicative hash, so that neighbouring seeds do not meet.)
     """
     num_tokens = len(request.done.tokens)
     prompt = request.tokens + request.done.tokens
@@ -360,16 +360,16 @@ def _remaining(request: Request, vision: Vision | None) -> tuple:
 async def in_thread(function: Callable, *arguments: object) -> Any:
     """Call a function in a new thread, and return its result.
 
-    If the caller gives the call up, the thread goes on by itself; the end of the program does not
-    wait for it.
+    If the caller is cancelled, the thread continues by itself; the end of the program does not wait
+    for it.
     """
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # From here on a caller that gives up cannot cancel it.
+    future.set_running_or_notify_cancel()  # From here on the caller cannot cancel it.
 
     def work() -> None:
         try:
             future.set_result(function(*arguments))
-        except StopIteration as error:  # which asyncio takes for the end of a coroutine
+        except StopIteration as error:  # for asyncio that is the end of a coroutine
             future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # It is raised again where the call was made.
             future.set_exception(error)

@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
     """Records every copy from a meta tensor instead of carrying it out."""
 
     def __init__(self, weights: dict[str, Tensor]):
-        """Remember the meta tensors, by name, from whose views the loader copies."""
+        """Take the meta tensors, by name; the loader copies from views of them."""
         super().__init__()
         self.weights = weights
         self.name_of = {t.untyped_storage()._cdata: name for name, t in weights.items()}

@@ -37,8 +37,8 @@ def patch_cpu(mesh: Mesh) -> None:
 
     from vllm.model_executor.models import registry
 
-    # To look at a model's class, vLLM starts another Python on every rank, so that no import begins
-    # CUDA in this one. There is none here, and those imports take ten seconds.
+    # To look at a model's class, vLLM starts another Python on every rank, so that no import
+    # initializes CUDA in this one. There is no CUDA here, and those imports take ten seconds.
     registry._run_in_subprocess = lambda inspect: inspect()
     # vLLM looks for kernels in the `__dict__` of everything loaded; of llvmlite's library that
     # would be a function.
@@ -49,17 +49,17 @@ def patch_cpu(mesh: Mesh) -> None:
 def uncompiled() -> AbstractContextManager[Any]:
     """Return a context in which functions that vLLM compiles run as they are written.
 
-    They are small: compiling them takes longer than a short run has use for them.
+    They are small, and compiling them takes longer than a short run.
     """
     return torch.compiler.set_stance("force_eager")
 
 
 def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that its CPU build is to have.
+    """Return the arguments of `vllm.LLM` for its CPU build.
 
     Args:
-        cfg: of the engine.
-        folder: of the model.
+        cfg: the engine's settings.
+        folder: folder of the model.
     """
     found: dict[str, Any] = {
         "enforce_eager": True,
@@ -74,13 +74,13 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
 
     config = get_config(str(folder), trust_remote_code=False)
     if convolution(config):
-        # Without parts of prompts there are no states behind prefixes that it could keep.
+        # Prompts are not prefilled in parts, so there are no states of prefixes to keep.
         found["enable_prefix_caching"] = False
-        # As the trainer has them. By itself vLLM takes the model's dtype, unless the CPU multiplies
+        # As in the trainer. By default vLLM takes the model's dtype, unless the CPU multiplies
         # bfloat16.
         found["mamba_ssm_cache_dtype"] = "float32"
     if "kv_lora_rank" in config.get_text_config().to_dict():
-        # Where a CPU has AMX, another one packs a weight once, and drops it.
+        # On a CPU with AMX the default backend packs a weight once, and drops it.
         found["attention_backend"] = "CPU_MLA"
     return found
 
@@ -120,10 +120,10 @@ def _patch_cpu_head() -> None:
 
 
 def _patch_cpu_rotary() -> None:
-    """Turn queries in separate heads, as latent attention has them, by vLLM's formula.
+    """Rotate queries in separate heads, as latent attention has them, by vLLM's formula.
 
-    The CPU build's kernel takes all of a row's heads as one vector, and computes something else of
-    separate ones.
+    The CPU build's kernel expects all of a row's heads in one vector, and is wrong for separate
+    ones.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -144,12 +144,12 @@ def patch_images(vision: Vision) -> None:
     The CPU build knows where the images of a batch are, and computes causal attention all the same.
 
     Args:
-        vision: says in which layers. A batch is described once for all layers with one window.
+        vision: knows in which layers. A batch is described once for all layers with one window.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     dtype = compat.causal_dtype()
-    # Without what an engine before has put around it.
+    # Without the patch of an earlier engine.
     build = inspect.unwrap(CPUAttentionMetadataBuilder.build)
 
     @functools.wraps(build)
@@ -165,15 +165,15 @@ def patch_images(vision: Vision) -> None:
 
 
 def cut_at_images(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch in which what is computed of an image is a request of its own, not causal.
+    """Return a batch in which the queries of an image are a request by themselves, not causal.
 
-    The kernel is told of each request whether its queries see all its keys, and takes requests with
-    the same keys. So a prompt is cut into what is before an image, the image, which ends with its
-    last token, and what is behind it.
+    The kernel has a flag for each request whether its queries see all its keys, and requests may
+    have the same keys. So a prompt is cut into the part before an image, the image, which ends with
+    its last token, and the part after it.
 
     Args:
         batch: vLLM's metadata. Where images are: request -> (first, last) token of each.
-        dtype: in which the kernel is told what is causal.
+        dtype: dtype of the kernel's flags.
     """
     images = batch.mm_req_doc_ranges
     if not images or not any(images.values()):
@@ -207,36 +207,36 @@ def cut_at_images(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _patch_shared_memory(mesh: Mesh) -> None:
-    """Make the CPU build's shared memory private to this job, and leave none behind.
+    """Make the CPU build's shared memory private to this job, and remove it in any case.
 
     Under torchrun the segment's name is the same for all jobs of a host, so that a second job, or
     one after a kill, fails.
 
-    Ranks wait for each other in it by looking again and again. Where there are more of them than
-    cores, that takes the cores from those that are waited for; such ranks exchange by gloo.
+    In it ranks wait for each other by spinning. If there are more ranks than cores, those that spin
+    take the cores from those that work; such ranks exchange by gloo.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared_memory = cpu_communicator._CPUSHMDistributed
     host = socket.gethostname()
-    of_ranks = mesh.gather((host, f"{os.getpid()}-{time.time_ns()}"))
-    job = of_ranks[0][1]
-    num_ranks_here = [other for other, _ in of_ranks].count(host)
+    by_rank = mesh.gather((host, f"{os.getpid()}-{time.time_ns()}"))
+    job = by_rank[0][1]
+    num_ranks_here = [other for other, _ in by_rank].count(host)
     # vLLM 0.26 does not ask whether its ranks agree.
     declines = not compat.is_old() and num_ranks_here > len(os.sched_getaffinity(0))
 
     def make_group_name(communicator: Any) -> str:
         ranks = "-".join(map(str, communicator.ranks))
         name = f"minirl-{job}-{communicator.unique_name}-{ranks}".replace(":", "_")
-        # With names of their own, vLLM lets none of a group's ranks use it.
+        # If the names of a group's ranks differ, vLLM lets none of them use it.
         return f"{name}-{communicator.rank}" if declines else name
 
     init_shared_memory = shared_memory._init_cpu_shm
 
     def init_and_unlink(self: Any) -> int:
         handle = init_shared_memory(self)
-        # All ranks have mapped it (there is a barrier inside), so that nothing is left behind
-        # however the job ends.
+        # All ranks have mapped it (there is a barrier inside), so that nothing remains however the
+        # job ends.
         Path(f"/dev/shm/{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
         return handle
 
@@ -262,7 +262,7 @@ def _patch_cpu_experts() -> None:
 
 
 def _patch_cpu_router() -> None:
-    """Let routers by sigmoids do without groups of experts, as in MiniMax-M2: with one group."""
+    """Let routers by sigmoids have no groups of experts, as in MiniMax-M2: as one group."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     compute = inspect.unwrap(CPURouter._compute_routing)
@@ -300,7 +300,7 @@ def _apply_plain_experts(
         w2: [E, H, I], down.
         topk_weights: [T, k].
         topk_ids: [T, k].
-        activation: vLLM's name of what is done between the two.
+        activation: vLLM's name of the function between the two.
     """
     total = torch.zeros_like(hidden_states, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
@@ -314,11 +314,11 @@ def _apply_plain_experts(
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
-    """Return what an expert makes of gate and up, [.., 2I] -> [.., I].
+    """Return an expert's inner activation, [..., 2I] -> [..., I].
 
     Args:
-        x: both; gpt-oss's in turns.
-        activation: its name.
+        x: gate and up; they alternate in gpt-oss.
+        activation: name of the function.
     """
     if activation == "swigluoai":  # with the constants of vLLM's own kernel
         gate = x[..., ::2].clamp(max=7.0)

@@ -27,17 +27,17 @@ def patch_delta_nets() -> None:
 def compute(
     mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: str
 ) -> None:
-    """Write the output of a layer's recurrence, and its states behind all requests of the batch.
+    """Write the output of a layer's recurrence, and its states after all requests of the batch.
 
     The names of the arguments are those of vLLM's operator. `Hv` is the number of this rank's
     heads.
 
     Args:
-        mixed_qkv: queries, keys and values side by side, before the convolution [T, C].
+        mixed_qkv: queries, keys and values in one row, before the convolution [T, C].
         b: logits of the learning rates [T, Hv].
         a: arguments of the decays [T, Hv].
-        core_attn_out: written, [T, Hv, Dv].
-        layer_name: of the layer.
+        core_attn_out: the output, which is written, [T, Hv, Dv].
+        layer_name: vLLM's name of the layer.
     """
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
@@ -55,9 +55,9 @@ def compute(
     q, k, v = delta_rule.in_heads(layer, mixed)
     log_decay = delta_rule.decay_formula(a[here], layer.A_log, layer.dt_bias)
     before = requests.read(states)
-    out, behind = _recur(q, k, v, log_decay, b[here].sigmoid(), before, requests.lengths)
+    out, after = _recur(q, k, v, log_decay, b[here].sigmoid(), before, requests.lengths)
     core_attn_out[here] = out
-    states[requests.slots] = behind.to(states.dtype)
+    states[requests.slots] = after.to(states.dtype)
 
 
 class _Requests(NamedTuple):
@@ -129,19 +129,19 @@ def _recur(
     before: Tensor,
     lengths: np.ndarray,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, Dv] of all requests, and the states behind them [S, H, Dk, Dv].
+    """Return the output [T, H, Dv] of all requests, and the states after them [S, H, Dk, Dv].
 
     Args:
-        q: as in `delta_net.delta_rule`, like the others.
-        k: [T, H, Dk].
-        v: [T, H, Dv].
-        log_decay: [T, H].
-        rate: [T, H].
+        q: queries, as in `delta_net.delta_rule`, [T, H, Dk].
+        k: keys [T, H, Dk].
+        v: values [T, H, Dv].
+        log_decay: logarithms of the decays [T, H].
+        rate: learning rates [T, H].
         before: states [S, H, Dk, Dv].
-        lengths: of the requests [S]; those of one row come first.
+        lengths: rows of each request [S]; those with one row come first.
     """
-    # One row each, for which a chunk of many would be in vain. A prompt of one row may be behind
-    # longer ones, and then goes as they do.
+    # The first requests have one row each, and need no chunk of many. A prompt of one row may come
+    # after longer ones, and is then computed as they are.
     num_single = int(np.argmax(np.append(lengths, 2) > 1))
     q, q_longer = q[:num_single], q[num_single:]
     k, k_longer = k[:num_single], k[num_single:]
@@ -149,11 +149,11 @@ def _recur(
     log_decay, log_decay_longer = log_decay[:num_single], log_decay[num_single:]
     rate, rate_longer = rate[:num_single], rate[num_single:]
     before, before_longer = before[:num_single], before[num_single:]
-    out, behind = delta_rule.delta_step(q, k, v, log_decay, rate, before)
+    out, after = delta_rule.delta_step(q, k, v, log_decay, rate, before)
     if num_single == len(lengths):
-        return out, behind
+        return out, after
     span = span_of(lengths[num_single:], num_single, None, q.device)
-    out_longer, behind_longer = delta_rule.delta_rule_formula(
+    out_longer, after_longer = delta_rule.delta_rule_formula(
         q_longer, k_longer, v_longer, log_decay_longer, rate_longer, before_longer, span
     )
-    return torch.cat([out, out_longer]), torch.cat([behind, behind_longer])
+    return torch.cat([out, out_longer]), torch.cat([after, after_longer])

@@ -3,11 +3,11 @@
 oneDNN lays a matrix out in the blocks that its kernels read. By such a copy a product of a few rows
 takes half the time of `linear`, and one of 256 rows five sixths. The plain weights stay, because
 refits write them and `debug.check_refit` compares them, so the engine's matrices are in memory
-twice. Weights in bfloat16 have none, but for the head, whose logits are in float32: to convert it
-in each step would take several times as long as the product.
+twice. Weights in bfloat16 have no copies, except the head, which gives logits in float32: to
+convert it in each step would take several times as long as the product.
 
-A copy is made at the first product after `forget`, which a refit is followed by. That way tied
-embeddings share one, and an expert that no token meets has none.
+A copy is made at the first product after `forget`, which follows each refit. So tied embeddings
+share one copy, and an expert that gets no token has none.
 """
 
 import math
@@ -39,7 +39,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Args:
         x: [..., H]. Copies are for float32, which CPU runs use.
-        weight: [N, H], of which a copy in float32 is kept until `forget`.
+        weight: [N, H]; a copy of it in float32 is kept until `forget`.
         bias: [N].
     """
     rows = x.reshape(-1, x.shape[-1])
