@@ -161,7 +161,7 @@ OF_THE_POLICY = (
     ValidationError,
     openai.LengthFinishReasonError,
 )
-# A row of the table in minirl/rollout/README.md each.
+# A row of the table in minirl/endpoint/README.md each.
 MODES = {
     "openai": openai_client,
     "anthropic": anthropic_client,

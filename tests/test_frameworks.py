@@ -88,7 +88,7 @@ def test_an_evaluation_in_which_all_is_refused_ends_with_the_refusal(tmp_path):
 def test_an_agent_in_an_environment_of_its_own(tmp_path):
     """The printed one, whose interpreter has no minirl."""
     for name in ("my_process.py", "agent.py"):
-        printed("minirl/rollout/README.md", name, tmp_path)
+        printed("minirl/endpoint/README.md", name, tmp_path)
     venv.create(tmp_path / "venv")
     python = [tmp_path / "venv" / "bin" / "python", "-E", "-c"]
     assert subprocess.run([*python, "import json"], cwd=tmp_path).returncode == 0

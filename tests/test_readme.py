@@ -438,7 +438,7 @@ def test_the_printed_agent_talks_to_its_endpoint(tmp_path, monkeypatch):
         return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
 
     monkeypatch.setattr("openai.OpenAI", client)
-    file = printed("minirl/rollout/README.md", "my_agent.py", tmp_path)
+    file = printed("minirl/endpoint/README.md", "my_agent.py", tmp_path)
     agent = make_env(f"{file}:Mine")()
     assert isinstance(agent, Agent)
     session = Session(base_url="http://here/v1", api_key="secret", model="policy")
