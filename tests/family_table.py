@@ -47,6 +47,8 @@ def why_not(family: str, heading: str) -> str:
         return "has none"
     if heading == "ring" and family in test_families.NOT_ON_RING:
         return "refused"
+    if heading == "engine" and family in test_rollout.NOT_ON_CPU:
+        return "not on CPU"
     return ""
 
 

@@ -35,6 +35,8 @@ from minirl.data.prompts import Prompts
 from minirl.data.vision import GemmaVision, read_vision
 from minirl.endpoint import open_endpoint
 from minirl.engine import compat, patches
+from minirl.engine.cpu import cpu_build
+from minirl.engine.cpu.cpu_build import NOT_ON_CPU
 from minirl.engine.engine import RolloutEngine, Sampling, resolve_num_seqs
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
@@ -69,6 +71,13 @@ def test_a_family_that_an_old_engine_cannot_serve_is_refused(tmp_path, monkeypat
     compat.check_family(tmp_path / "ministral")
     with pytest.raises(UserError, match=r"cannot serve ministral3 .* install vLLM 0\.32"):
         compat.check_family(tmp_path / "ministral3")
+
+
+@pytest.mark.parametrize("family", NOT_ON_CPU)
+def test_a_family_that_the_cpu_build_cannot_run_is_refused(tmp_path, family):
+    folder = tiny.make(tmp_path / "model", family)
+    with pytest.raises(UserError, match=f"cannot run {family}: .*; use a GPU"):
+        cpu_build.arguments(EngineConfig(), folder)
 
 
 def make_policy(folder, mesh):
@@ -387,7 +396,7 @@ def by_kind(tmp_path_factory, chosen):
     folder = tmp_path_factory.mktemp("families")
     families = {"dense": [], "mixtures": []}
     for family in FAMILIES:
-        if family in chosen:
+        if family in chosen and family not in NOT_ON_CPU:
             config = FOR_ENGINE.get(family, {})
             tiny.make(folder / family, family, tied=family == "qwen2", **config)
             families[kind_of(family)].append(family)
@@ -396,7 +405,7 @@ def by_kind(tmp_path_factory, chosen):
         yield results
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_ON_CPU])
 def test_engine_logprobs_are_the_trainers(by_kind, family):
     """At a temperature other than 1, with shared prompts, sliding windows, softcaps, experts:
     less than 1e-4 in float32."""

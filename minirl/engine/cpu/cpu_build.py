@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from minirl.base.errors import require
 from minirl.config.shared import EngineConfig
 from minirl.data.vision import Vision
 from minirl.engine import compat
@@ -24,6 +25,9 @@ from minirl.engine.cpu.delta import patch_delta_nets
 from minirl.engine.cpu.packed import packed_linear, wide_logits
 from minirl.model.hybrid.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
+
+# Families that the CPU build cannot run, and that nobody would run there: what it lacks.
+NOT_ON_CPU = {"minimax_m2": "routers by sigmoids without groups of experts"}
 
 
 def patch_cpu(mesh: Mesh) -> None:
@@ -60,6 +64,9 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
     Args:
         cfg: the engine's settings.
         folder: folder of the model.
+
+    Raises:
+        UserError: the CPU build cannot run the model.
     """
     found: dict[str, Any] = {
         "enforce_eager": True,
@@ -73,6 +80,11 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
     from vllm.transformers_utils.config import get_config
 
     config = get_config(str(folder), trust_remote_code=False)
+    require(
+        config.model_type not in NOT_ON_CPU,
+        f"policy.model: vLLM's CPU build cannot run {config.model_type}: it has no "
+        f"{NOT_ON_CPU.get(config.model_type)}; use a GPU",
+    )
     if convolution(config):
         # Prompts are not prefilled in parts, so there are no states of prefixes to keep.
         found["enable_prefix_caching"] = False
@@ -258,24 +270,6 @@ def _patch_cpu_experts() -> None:
     )
     experts.is_supported_config = staticmethod(lambda *args, **kwargs: (True, None))
     experts.apply = _apply_plain_experts
-    _patch_cpu_router()
-
-
-def _patch_cpu_router() -> None:
-    """Let routers by sigmoids have no groups of experts, as in MiniMax-M2: as one group."""
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
-    compute = inspect.unwrap(CPURouter._compute_routing)
-
-    @functools.wraps(compute)
-    def compute_in_groups(router: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
-            router.use_grouped_topk = True
-            router.num_expert_group = 1
-            router.topk_group = 1
-        return compute(router, *args, **options)
-
-    CPURouter._compute_routing = compute_in_groups
 
 
 def _apply_plain_experts(
