@@ -117,6 +117,12 @@ async def read_json(request: Request, limits: LimitsConfig) -> Any:
         raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
 
 
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has left; `receive` returns the next message of its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 # --------------------------------------------------------------------------------------------------
 # the server
 
@@ -150,13 +156,8 @@ def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server
     if soft < _FILE_DESCRIPTORS:
         most = hard if hard != resource.RLIM_INFINITY else _FILE_DESCRIPTORS
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILE_DESCRIPTORS, most), hard))
-    handlers: dict[Any, Any] = {
-        UserError: _answer_user_error,
-        HTTPException: _answer_http_error,
-        ClientDisconnect: _answer_nobody,
-        Exception: _answer_crash,
-    }
-    app = Starlette(routes=list(routes), exception_handlers=handlers)
+    kinds = (UserError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(routes=list(routes), exception_handlers=dict.fromkeys(kinds, _answer_error))
     config = uvicorn.Config(
         _OneLength(app),
         http="h11",
@@ -196,32 +197,23 @@ class _OneLength:
         await response(scope, receive, send)
 
 
-async def _answer_user_error(request: Request, error: Exception) -> JSONResponse:
-    refusal = error if isinstance(error, BadRequest) else BadRequest(str(error))
-    return JSONResponse(refusal.body(request.url.path), refusal.status)
-
-
-async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer a path or a method that the server does not have."""
-    assert isinstance(error, HTTPException)
-    message = error.detail
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that is refused, or in which the server itself failed."""
     path = request.url.path
-    if error.status_code in (404, 405):
-        names = []
-        for route in request.app.routes:
-            assert isinstance(route, Route)
-            names.append(f"{'GET' if 'GET' in (route.methods or ()) else 'POST'} {route.path}")
-        message = f"there is no {request.method} {path} here; there are {', '.join(names)}"
-    body = BadRequest(message, error.status_code).body(path)
-    return JSONResponse(body, error.status_code, dict(error.headers or {}))
-
-
-async def _answer_nobody(*_: object) -> JSONResponse:
-    """Answer a client that has left."""
-    return JSONResponse({})
-
-
-async def _answer_crash(request: Request, _: Exception) -> JSONResponse:
-    """Answer a request in which the server itself failed; its traceback is in the log."""
-    error = BadRequest("the server failed; its log says why", 500)
-    return JSONResponse(error.body(request.url.path), 500)
+    if isinstance(error, HTTPException):
+        message = error.detail
+        if error.status_code in (404, 405):
+            names = []
+            for route in request.app.routes:
+                assert isinstance(route, Route)
+                names.append(f"{'GET' if 'GET' in (route.methods or ()) else 'POST'} {route.path}")
+            message = f"there is no {request.method} {path} here; there are {', '.join(names)}"
+        body = BadRequest(message, error.status_code).body(path)
+        return JSONResponse(body, error.status_code, dict(error.headers or {}))
+    if isinstance(error, BadRequest):
+        refusal = error
+    elif isinstance(error, UserError):
+        refusal = BadRequest(str(error))
+    else:  # Its traceback is in the log. A client that has left does not see the answer.
+        refusal = BadRequest("the server failed; its log says why", 500)
+    return JSONResponse(refusal.body(path), refusal.status)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import EndpointConfig
 from minirl.data import harmony
-from minirl.endpoint.http import BadRequest
+from minirl.endpoint.http import BadRequest, wait_for_disconnect
 from minirl.endpoint.protocol import (
     CompletionRequest,
     JSONObject,
@@ -355,7 +355,9 @@ class PendingResponse:
         self.task = asyncio.ensure_future(self._generate())
         self.task.add_done_callback(lambda _: self._chunks.put_nowait(None))
         session.tasks.append(self.task)
-        self._watcher = asyncio.ensure_future(self._cancel_on_disconnect(receive))
+        # When the client leaves, sampling stops, and the conversation gets nothing.
+        self._watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        self._watcher.add_done_callback(lambda _: self.task.cancel())
 
     def _max_tokens(self, prompt: Prompt) -> int:
         """Return the most tokens to sample. Raises BadRequest if the prompt is too long."""
@@ -411,12 +413,6 @@ class PendingResponse:
             task.cancel()  # which is no failure of the task group
         elif self.request.stream and (chunk := choice.next_chunk()):
             self._chunks.put_nowait(chunk)
-
-    async def _cancel_on_disconnect(self, receive: Receive) -> None:
-        """Stop sampling when the client leaves; the conversation then gets nothing."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.task.cancel()
 
     async def chunks(self) -> AsyncIterator[JSONObject]:
         """Yield entries of OpenAI's `choices`: parts of them if the request asks for a stream.

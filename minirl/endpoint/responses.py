@@ -211,9 +211,14 @@ class ResponsesResponse(PendingResponse):
             yield {"type": "response.output_text.delta", **place, "delta": text, "logprobs": []}
         for index, item in enumerate(self._items()):
             if item["type"] == "message":
-                begin = [] if has_begun else self._begin_message(place)
-                for each in (*begin, *_end_message(place, item)):
-                    yield each
+                if not has_begun:
+                    for each in self._begin_message(place):
+                        yield each
+                (part,) = item["content"]
+                text = part["text"]
+                yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
+                yield {"type": "response.content_part.done", **place, "part": part}
+                yield {"type": "response.output_item.done", "output_index": 0, "item": item}
             else:
                 for each in _call_events(index, item):
                     yield each
@@ -225,13 +230,6 @@ class ResponsesResponse(PendingResponse):
         yield {"type": "response.output_item.added", "output_index": 0, "item": item}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         yield {"type": "response.content_part.added", **place, "part": part}
-
-
-def _end_message(place: JSONObject, item: JSONObject) -> Iterator[JSONObject]:
-    (part,) = item["content"]
-    yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
-    yield {"type": "response.content_part.done", **place, "part": part}
-    yield {"type": "response.output_item.done", "output_index": 0, "item": item}
 
 
 def _call_events(index: int, item: JSONObject) -> Iterator[JSONObject]:

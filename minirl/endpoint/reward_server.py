@@ -27,6 +27,7 @@ from minirl.endpoint.http import (
     read_json,
     require_key,
     require_loopback,
+    wait_for_disconnect,
 )
 from minirl.types.packed import Trajectory
 
@@ -54,11 +55,15 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
 async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: Any) -> None:
     async def get_reward(request: Request) -> JSONResponse:
         require_key(request, key)
-        if not key:
-            _refuse_web_pages(request, cfg.host)
+        # A page in a browser reaches servers on its machine, but would not know a key. What pages
+        # post has an origin, and may name another host.
+        if not key and "origin" in request.headers:
+            raise BadRequest("web pages may not ask without a key; set api_key_env", 403)
+        if not key and cfg.host in LOOPBACK:
+            require_loopback(request)
         texts = _read_texts(await read_json(request, cfg.limits), cfg.limits.prompts)
         scoring = asyncio.ensure_future(batcher.score(texts))
-        leaving = asyncio.ensure_future(_disconnected(request))
+        leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))
         await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if not scoring.done():
@@ -72,28 +77,6 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
         await make_server(routes, cfg.limits).serve([bound_socket])
     finally:
         running.cancel()
-
-
-def _refuse_web_pages(request: Request, host: str) -> None:
-    """Refuse what a page in a browser sends, which reaches servers on its machine.
-
-    Args:
-        request: a request to a server without a key, which a page would not know.
-        host: what the server listens on.
-
-    Raises:
-        BadRequest: it has an origin, as all that pages post, or names another host.
-    """
-    if "origin" in request.headers:
-        raise BadRequest("web pages may not ask without a key; set api_key_env", 403)
-    if host in LOOPBACK:
-        require_loopback(request)
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _read_texts(body: Any, max_texts: int) -> list[str]:

@@ -243,21 +243,18 @@ class EngineLoop:
                 await self._news.wait()
         self._record(self.engine.unfinished())
         for entry in (*self._running.values(), *self._waiting):
-            if not entry[1].cancelled():
-                self._restart_if_guided(entry[0])
-                self._paused.append(entry)
+            request, future = entry
+            if future.cancelled():
+                continue
+            if request.guide:  # It begins again.
+                self.discarded_tokens += len(request.done.tokens)
+                request.done = Completion()
+                if request.on_restart:
+                    request.on_restart()
+            self._paused.append(entry)
         self._waiting = []
         self._tick(more=False)
         return task.result()
-
-    def _restart_if_guided(self, request: Request) -> None:
-        """Drop what has been sampled of an unfinished request, if a guide holds it."""
-        if request.guide is None:
-            return
-        self.discarded_tokens += len(request.done.tokens)
-        request.done = Completion()
-        if request.on_restart:
-            request.on_restart()
 
     def _tick(self, more: bool = True) -> bool:
         """Abort and add requests, then step the engine; on all ranks of the engine alike.

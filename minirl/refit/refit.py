@@ -88,13 +88,22 @@ class Refit:
         self.targets: dict[str, list[Tensor]] = defaultdict(list)  # What each weight fills.
         for part in parts:
             self.targets[part.name].append(part.target)
-        wanted, class_of = self._share_wanted(parts)
+        # Engines of one class, such as the first ranks of tensor-parallel engines, want the same:
+        # its first rank sends it to all others.
+        wanted = [wanted_by_name(parts)]
+        digests = self.mesh.gather(hashlib.sha256(repr(wanted).encode()).hexdigest())
+        classes = list(dict.fromkeys(digests))
+        class_of = [classes.index(digest) for digest in digests]
+        if len(classes) > 1:
+            firsts = [digests.index(digest) for digest in classes]
+            wanted = [self.mesh.broadcast(wanted[0], rank) for rank in firsts]
         self._check_nothing_lost(wanted)
         dtypes = wire_dtypes(wanted)
         # On the wire, by name, in the same order on all ranks.
         self.dtypes = {name: dtypes[name] for name in shards if name in dtypes}
         bucket_bytes = cfg.bucket_mb * 2**20
-        planner = Planner(self.mesh.rank, self._make_grids(), wanted, class_of, bucket_bytes)
+        grids = self._make_grids()
+        planner = Planner(self.mesh.rank, grids, wanted, class_of, bucket_bytes)
         self.buckets = planner.plan()
 
     # ----------------------------------------------------------------------------------------------
@@ -150,25 +159,6 @@ class Refit:
             )
             if num_padding:
                 parameter[-num_padding // parameter.shape[1] :].zero_()
-
-    # ----------------------------------------------------------------------------------------------
-    # what the plan needs of other ranks
-
-    def _share_wanted(
-        self, parts: list[EnginePart]
-    ) -> tuple[list[dict[str, list[Wanted]]], list[int]]:
-        """Return what the engines of each class want, and the class of each rank. Collective.
-
-        Engines of one class, such as the first ranks of tensor-parallel engines, want the same: its
-        first rank sends it to all others.
-        """
-        wanted = wanted_by_name(parts)
-        digests = self.mesh.gather(hashlib.sha256(repr(wanted).encode()).hexdigest())
-        classes = list(dict.fromkeys(digests))
-        class_of = [classes.index(digest) for digest in digests]
-        if len(classes) == 1:
-            return [wanted], class_of
-        return [self.mesh.broadcast(wanted, digests.index(d)) for d in classes], class_of
 
     def _check_nothing_lost(self, wanted: list[dict[str, list[Wanted]]]) -> None:
         """Raise UserError, on all ranks, if elements of a weight go to no engine.

@@ -10,7 +10,6 @@ A copy is made at the first product after `forget`, which follows each refit. So
 share one copy, and an expert that gets no token has none.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,8 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     key = weight.data_ptr(), weight.shape
     if key not in _copies:
         _copies[key] = _Packed(weight, ops.create_onednn_mm(weight.float().t(), NUM_KERNELS))
-    padding = _round_up(num_rows) - num_rows
+    step = next(step for most, step in ROW_STEPS.items() if num_rows <= most)
+    padding = -num_rows % step
     if padding:
         rows = pad(rows, (0, 0, 0, padding))
     result = ops.onednn_mm(_copies[key].handler, rows, bias)
@@ -76,9 +76,3 @@ def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def forget() -> None:
     """Free all copies, because weights have changed."""
     _copies.clear()
-
-
-def _round_up(num_rows: int) -> int:
-    """Return for how many rows to multiply."""
-    step = next(step for most, step in ROW_STEPS.items() if num_rows <= most)
-    return math.ceil(num_rows / step) * step
