@@ -44,10 +44,10 @@ class CompletionRequest(BaseModel, extra="allow"):
     """
 
     messages: list[JSONObject] | None = None
-    # In place of messages. Texts are read as they are: special tokens in them count, none is added.
+    # Instead of messages. Texts are read as they are: special tokens in them count, none is added.
     prompt: Annotated[list[str] | list[list[int]] | None, BeforeValidator(_as_list)] = None
     n: int = Field(1, ge=1, le=128)
-    # At most; rollout.max_tokens and the room in the context are limits, too.
+    # rollout.max_tokens and the room in the context are limits, too.
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
@@ -57,10 +57,10 @@ class CompletionRequest(BaseModel, extra="allow"):
     ] = None
     stream: bool | None = None
     stream_options: JSONObject | None = None
-    # Of every sampled token, those included that end the completion or do not show in its text. In
-    # a stream they come with the last chunk.
+    # Log-probs of every sampled token, those included that end the completion or do not show in its
+    # text. In a stream they come with the last chunk.
     logprobs: bool | int | None = None
-    # Of a chat: how many of the likeliest tokens to show in the place of each; of a completion,
+    # In a chat, how many of the likeliest tokens to show in the place of each; in a completion
     # `logprobs` is this number.
     top_logprobs: int | None = None
     tools: list[JSONObject] | None = None
@@ -313,7 +313,7 @@ def messages_since_prompt(
 
     Args:
         messages: the messages of a request.
-        sampled_texts: as in `CompletionRequest.render_prompts`.
+        sampled_texts: the session's completions, as for `CompletionRequest.render_prompts`.
     """
     names = {}
     since: list[JSONObject] = []

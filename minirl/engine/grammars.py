@@ -25,9 +25,9 @@ from minirl.base.errors import UserError, require
 # A token is in the loss if the allowed tokens had at least this share of the probability. What is
 # missing to 1 bounds the error of its ratio of probabilities.
 LEAST_MASS = 0.999
-_MAX_NESTING = 50  # Of a schema, which is compiled by recursion.
-# Of a schema, which is compiled while everything waits. The time grows with the square of the
-# properties of an object: 200 that may be missing and hold anything take half a second.
+_MAX_NESTING = 50  # Levels of a schema, which is compiled by recursion.
+# A schema is compiled while everything waits. The time grows with the square of the properties of
+# an object: 200 that may be missing and hold anything take half a second.
 _MAX_CHARACTERS = 20_000
 _MAX_PROPERTIES = 200
 # Between two parts of a JSON text. JSON allows any number, and a model that does not know the
@@ -54,7 +54,7 @@ def json_guide(schema: dict) -> Guide:
         not is_deeper(schema, _MAX_NESTING),
         f"a JSON schema is nested in more than {_MAX_NESTING} levels; send a flatter one",
     )
-    # Of a bare schema vLLM also checks what xgrammar would ignore.
+    # In a bare schema vLLM also checks what xgrammar would ignore.
     _check(StructuredOutputsParams(json=json.dumps(schema)))
     json_format = {"type": "json_schema", "json_schema": schema}
     return tag_guide({"type": "structural_tag", "format": json_format})
@@ -140,7 +140,7 @@ class MassRecorder:
     """Keeps the logarithm of the allowed mass of each token that was drawn under a mask."""
 
     def __init__(self) -> None:
-        self._temperatures: dict[str, float] = {}  # Of requests with a guide, by name.
+        self._temperatures: dict[str, float] = {}  # By name of a request with a guide.
         self._log_masses: dict[str, list[float]] = {}
 
     def begin(self, request_id: str, temperature: float) -> None:

@@ -37,7 +37,7 @@ def keep_process_state() -> Iterator[None]:
         yield
 
 
-# In which vLLM computes logits. By itself it rounds them to the weights' dtype, and samples and
+# The dtype of vLLM's logits. By itself it rounds them to the weights' dtype, and samples and
 # reports from these: 3 digits of log-prob, which the trainer's have.
 HEAD_DTYPE = "float32"
 
@@ -118,7 +118,7 @@ class LatentAttention:
             model: the engine's model.
         """
         self._layers: list[Any] = []
-        self.names: set[str] = set()  # Of the copies, among the model's parameters.
+        self.names: set[str] = set()  # Names of the copies, among the parameters.
         for prefix, module in model.named_modules():
             if type(module).__name__ == "MLAAttention":
                 self._layers.append(module)

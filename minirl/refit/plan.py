@@ -107,8 +107,8 @@ class Kind(NamedTuple):
     """Weights that lie alike on the ranks and go alike into the engines."""
 
     grid: Grid
-    wanted: tuple[tuple[Wanted, ...], ...]  # Of one weight, by each class of engines.
-    dtype: torch.dtype  # In the engines, and on the wire.
+    wanted: tuple[tuple[Wanted, ...], ...]  # What each class of engines wants of one weight.
+    dtype: torch.dtype  # Dtype in the engines, and on the wire.
     names: list[str]
 
 
@@ -138,7 +138,7 @@ def find_kinds(grids: dict[str, Grid], wanted: list[dict[str, list[Wanted]]]) ->
     """Return the kinds of weights, in an order that is the same on all ranks.
 
     Args:
-        grids: of each weight, in the order of names. Weights that are sharded alike share one.
+        grids: the grid of each weight. Weights that are sharded alike share one.
         wanted: what the engines of each class want, by the name of the weight.
     """
     dtypes = wire_dtypes(wanted)
@@ -251,8 +251,8 @@ class Planner:
 
         Args:
             rank: this rank.
-            grids: of each weight, in an order that is the same on all ranks. Weights that are
-                sharded alike share one.
+            grids: the grid of each weight, in an order that is the same on all ranks. Weights
+                that are sharded alike share one.
             wanted: what the engines of each class want, by the name of the weight.
             class_of: the class of each rank's engine.
             bucket_bytes: what an engine receives at once, at most.
@@ -390,7 +390,7 @@ def _slots(pieces: list[Piece], numel: list[int], num_weights: int) -> Iterator[
     weight its pieces in the order that both ends derive.
 
     Args:
-        pieces: of one weight.
+        pieces: the pieces of one weight.
         numel: elements of one weight to or from each rank.
         num_weights: number of weights in the bucket.
     """

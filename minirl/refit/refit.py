@@ -81,8 +81,8 @@ class Refit:
         self.mesh = engine.mesh
         self.read = read or (lambda: shards)
         self.check = check
-        self.bytes_received = 0  # By this rank in the last call.
-        self.peak_bytes = 0  # Of the buffers of the last call.
+        self.bytes_received = 0  # This rank's, in the last call.
+        self.peak_bytes = 0  # Size of the buffers of the last call.
         parts, self.zeros = self._record()
         self._check_coverage(parts)
         self.targets: dict[str, list[Tensor]] = defaultdict(list)  # What each weight fills.

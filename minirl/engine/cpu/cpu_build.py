@@ -190,7 +190,7 @@ def cut_at_images(batch: Any, dtype: torch.dtype) -> Any:
     images = batch.mm_req_doc_ranges
     if not images or not any(images.values()):
         return batch
-    owners = []  # Of each new request, the old one.
+    owners = []  # For each new request, the old one.
     lengths = []  # Its queries and, with all that is before them, its keys.
     ends = []
     is_causal = []

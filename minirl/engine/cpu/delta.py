@@ -102,7 +102,7 @@ def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> 
         x: [T, C].
         weight: [C, K].
         cache: [slots, K - 1, C], the rows before those; written.
-        requests: of the batch.
+        requests: the requests of the batch.
     """
     num_before = weight.shape[1] - 1
     before = requests.read(cache).to(x.dtype)
