@@ -220,13 +220,6 @@ def rewards():
         yield SimpleNamespace(port=port, url=url, session=SimpleNamespace(api_key="KEY"))
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_what_is_hardly_http_to_a_reward_model(rewards, name):
-    text, _ = HEADS[name]
-    status = status_of(rewards, text.encode("latin-1"))
-    assert status is None or 400 <= status < 500 or status == 505
-
-
 QUERIES = {
     "nothing": "",
     "null": None,
