@@ -328,7 +328,15 @@ class PendingResponse:
         reader = request.reader(tokenizer, session.cfg.tool_parser)
         guide = request.guide(reader)
         for prompt in read_prompts(session, request):
-            sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
+            room = session.max_model_len - len(prompt.tokens)
+            if room < 1:
+                raise BadRequest(
+                    f"the prompt has {len(prompt.tokens)} tokens, and engine.max_model_len = "
+                    f"{session.max_model_len} leaves no room for a completion",
+                    code="context_length_exceeded",
+                )
+            most = min(request.max_tokens or room, session.sampling.max_tokens, room)
+            sampling = replace(session.sampling, max_tokens=most)
             for _ in range(request.n):
                 index = len(self.choices)
                 engine_request = Request(
@@ -358,18 +366,6 @@ class PendingResponse:
         # When the client leaves, sampling stops, and the conversation gets nothing.
         self._watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         self._watcher.add_done_callback(lambda _: self.task.cancel())
-
-    def _max_tokens(self, prompt: Prompt) -> int:
-        """Return the most tokens to sample. Raises BadRequest if the prompt is too long."""
-        max_model_len = self.session.max_model_len
-        room = max_model_len - len(prompt.tokens)
-        if room < 1:
-            raise BadRequest(
-                f"the prompt has {len(prompt.tokens)} tokens, and engine.max_model_len = "
-                f"{max_model_len} leaves no room for a completion",
-                code="context_length_exceeded",
-            )
-        return min(self.request.max_tokens or room, self.session.sampling.max_tokens, room)
 
     async def _generate(self) -> None:
         """Sample all choices, then append them to the conversation."""

@@ -37,11 +37,21 @@ def to_chat(body: JSONObject) -> JSONObject:
         items = [{"role": "user", "content": items}]
     for item in items:
         _append(messages, item)
+    tools = []
+    for tool in body.get("tools") or ():
+        require(
+            tool["type"] == "function",
+            f"there is a tool of type {tool['type']!r}; the endpoint takes function tools, which "
+            "the client runs",
+        )
+        names = ("name", "description", "parameters")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
     return {
         "messages": messages,
         "max_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
-        "tools": [_to_chat_tool(tool) for tool in body.get("tools") or ()] or None,
+        "tools": tools or None,
         "tool_choice": _to_chat_choice(body.get("tool_choice")),
         "parallel_tool_calls": body.get("parallel_tool_calls"),
         "response_format": _to_chat_format(body.get("text") or {}),
@@ -86,17 +96,6 @@ def _to_chat_content(content: str | list[JSONObject]) -> str | list[JSONObject]:
                 f"a content has a part of type {kind!r}; the endpoint takes texts and input_image"
             )
     return parts
-
-
-def _to_chat_tool(tool: JSONObject) -> JSONObject:
-    if tool["type"] != "function":
-        raise UserError(
-            f"there is a tool of type {tool['type']!r}; the endpoint takes function tools, which "
-            "the client runs"
-        )
-    names = ("name", "description", "parameters")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
 
 
 def _to_chat_choice(choice: str | JSONObject | None) -> str | JSONObject | None:

@@ -32,12 +32,12 @@ NOT_ON_CPU = {"minimax_m2": "routers by sigmoids without groups of experts"}
 
 def patch_cpu(mesh: Mesh) -> None:
     """Make the CPU build fit for refits and for several jobs on one host. Collective."""
-    _patch_cpu_linear()
-    _patch_cpu_head()
-    _patch_cpu_experts()
-    _patch_cpu_rotary()
+    patch_linear()
+    patch_head()
+    patch_experts()
+    patch_rotary()
     patch_delta_nets()
-    _patch_shared_memory(mesh)
+    patch_shared_memory(mesh)
 
     from vllm.model_executor.models import registry
 
@@ -97,7 +97,7 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _patch_cpu_linear() -> None:
+def patch_linear() -> None:
     """Keep linear layers' weights plain parameters, and multiply by packed copies of them.
 
     The CPU build itself packs every matrix once, after loading, and drops the parameter, so that a
@@ -111,7 +111,7 @@ def _patch_cpu_linear() -> None:
     layers.dispatch_cpu_unquantized_gemm = use_packed_copy
 
 
-def _patch_cpu_head() -> None:
+def patch_head() -> None:
     """Compute logits in float32 of weights in bfloat16 by a copy that is converted once a refit.
 
     The CPU build would convert the whole head in every step.
@@ -131,7 +131,7 @@ def _patch_cpu_head() -> None:
     LogitsProcessor._apply_head = apply_wide
 
 
-def _patch_cpu_rotary() -> None:
+def patch_rotary() -> None:
     """Rotate queries in separate heads, as latent attention has them, by vLLM's formula.
 
     The CPU build's kernel expects all of a row's heads in one vector, and is wrong for separate
@@ -218,7 +218,7 @@ def cut_at_images(batch: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _patch_shared_memory(mesh: Mesh) -> None:
+def patch_shared_memory(mesh: Mesh) -> None:
     """Make the CPU build's shared memory private to this job, and remove it in any case.
 
     Under torchrun the segment's name is the same for all jobs of a host, so that a second job, or
@@ -256,8 +256,8 @@ def _patch_shared_memory(mesh: Mesh) -> None:
     shared_memory._init_cpu_shm = init_and_unlink
 
 
-def _patch_cpu_experts() -> None:
-    """Keep fused experts' weights plain parameters, as `_patch_cpu_linear` does for matrices."""
+def patch_experts() -> None:
+    """Keep fused experts' weights plain parameters, as `patch_linear` does for matrices."""
     if compat.is_old():
         compat.refuse_cpu_experts()
         return
