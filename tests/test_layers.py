@@ -96,7 +96,6 @@ DOORS = {
     "openai": ("envs/adapters/verifiers.py",),
     "starlette": ("endpoint/*", "view/server.py"),
     "uvicorn": ("endpoint/http.py",),
-    "h11": ("endpoint/http.py",),
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
