@@ -8,7 +8,7 @@ Of a micro-batch with activation checkpointing, on nodes of 8 GPUs. Nothing is m
 from benchmarks.fits import MODELS
 from minirl.config.policy import ParallelConfig
 from minirl.model.families import mixture_of
-from minirl.plan.shape import read_shape
+from minirl.plan.sizes import read_sizes
 
 TOKENS = 16384  # Of a rank.
 TFLOPS = 400.0  # Reached.
@@ -28,7 +28,7 @@ def seconds_of(num_bytes: float, num_ranks: int, stride: int = 1) -> float:
 def row(name: str, nodes: int, experts: int) -> str:
     """Return a row of the table."""
     config = MODELS[name]
-    shape = read_shape(config)
+    shape = read_sizes(config.to_dict())
     mixture = mixture_of(config)
     assert mixture
     parallel = ParallelConfig(experts=experts)

@@ -15,8 +15,8 @@ from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RolloutConfig
 from minirl.config.validate import resolve_lengths
-from minirl.plan import advice, cards, estimate
-from minirl.plan.planner import GIB
+from minirl.plan import advice, cards
+from minirl.plan.plan import GIB
 from minirl.plan.workload import Lengths, rl_workload
 
 # (GPUs, of which card, a node's)
@@ -123,9 +123,9 @@ def best(name: str, machine: str, trained: str = "all") -> advice.Advice | None:
     num_gpus, card_name, per_node = MACHINES[machine]
     card = cards.find_card(card_name)
     cfg = job(name, trained)
-    workload = rl_workload(cfg, num_gpus, {"policy": MODELS[name]})
-    models = estimate.Models(workload)
-    advised = advice.advise(workload, models, card, min(per_node, num_gpus), Lengths())
+    workload = rl_workload(cfg, num_gpus, {"policy": MODELS[name].to_dict()})
+    sizes = {role.name: role.sizes() for role in workload.roles}
+    advised = advice.advise(workload, sizes, card, min(per_node, num_gpus), Lengths())
     return advised[0] if advised else None
 
 

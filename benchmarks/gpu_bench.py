@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from transformers import PretrainedConfig, Qwen3Config
 
+from benchmarks.dryrun.jobs import trajectories
+from benchmarks.dryrun.meter import Meter
 from benchmarks.fits import MODELS
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import GIB
@@ -27,10 +29,8 @@ from minirl.model import build, loading
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.plan.cards import Card
-from minirl.plan.dryrun import trajectories
-from minirl.plan.load import Load
-from minirl.plan.meter import Meter
-from minirl.plan.shape import read_shape
+from minirl.plan.sizes import read_sizes
+from minirl.plan.workload import Load
 from minirl.run.metrics import StepWork, flops
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed
@@ -316,23 +316,24 @@ def add_step(bench: Bench, step: Step, seconds: dict[str, float], peak: float | 
 
 def count_flops(config: PretrainedConfig, load: Load) -> float:
     """Return the multiplications and additions that a step cannot do without."""
-    shape = read_shape(config)
+    model = read_sizes(config.to_dict())
     batch = make_batch(load, torch.device("cpu"))
     pairs = count_pairs(batch)
     work = StepWork(rows=len(batch.inputs), loss_rows=len(batch.loss_rows), pairs=pairs)
-    return load.num_micro * flops(shape, work)
+    return load.num_micro * flops(model, work)
 
 
 def count_layers(config: PretrainedConfig, load: Load, free_bytes: float) -> int:
     """Return how many of a model's layers can be trained on a device of so much memory."""
-    shape = read_shape(config)
+    model = read_sizes(config.to_dict())
     # Of a parameter: float32 weight, gradient and AdamW's moments. The root is gathered, too, and
     # its gradient is there in bfloat16 and twice in float32.
-    root = shape.root_parameters * (16 + 2 + 2 + 4 + 4)
+    root = sum(m.numel for m in model.root) * (16 + 2 + 2 + 4 + 4)
     # A layer keeps about 26 numbers of the hidden size for a row.
-    layer = shape.layer_parameters * 16 + load.tokens * shape.hidden * 2 * 26
+    of_layer = max(layer.numel for layer in model.layers)
+    layer = of_layer * 16 + load.tokens * model.hidden * 2 * 26
     rest = 8 * GIB  # Logits, two gathered layers, what the allocator loses.
-    return min(shape.num_layers, int((0.95 * free_bytes - root - rest) / layer))
+    return min(model.num_layers, int((0.95 * free_bytes - root - rest) / layer))
 
 
 # --------------------------------------------------------------------------------------------------

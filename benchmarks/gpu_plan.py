@@ -14,12 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import gpu_bench
+from benchmarks.dryrun import jobs as dryrun
+from benchmarks.dryrun.jobs import Job
+from benchmarks.dryrun.meter import Meter
 from benchmarks.gpu_bench import GIB, Bench, Step
 from minirl.config.validate import resolve_lengths
 from minirl.model import build, fused
-from minirl.plan import dryrun
-from minirl.plan.load import Job
-from minirl.plan.meter import Meter
 from minirl.plan.workload import Lengths, rl_workload
 
 
@@ -39,7 +39,7 @@ def plan(bench: Bench, kernels: dict[str, Callable[[Bench], None]]) -> None:
         cfg.policy.dtype = "bfloat16"
         resolve_lengths(cfg)
         lengths = Lengths(prompt=gpu_bench.TASK_TOKENS, answer=bench.sizes.answer)
-        models: Any = {"policy": build.read_config(bench.folder / model)}
+        models = {"policy": build.read_config(bench.folder / model).to_dict()}
         load = rl_workload(cfg, 1, models, lengths).load
         wanted.append(Step(section=f"grpo-{model}", model=model, policy=cfg.policy, load=load))
 
@@ -79,7 +79,7 @@ def in_section(bench: Bench, section: str, meter: Meter | None = None) -> Bench:
 
 
 def dry_run(bench: Bench, wanted: list[Step]) -> list[dict[str, Any]]:
-    """Return what minirl.plan.dryrun says of each step."""
+    """Return what benchmarks.dryrun says of each step."""
     best: fused.Choice = "liger" if fused.has_liger() else "torch"
     jobs = []
     for step in wanted:

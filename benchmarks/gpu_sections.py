@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks import gpu_bench, gpu_plan
+from benchmarks.dryrun.extrapolate import cut
 from benchmarks.gpu_bench import CONFIGS, FULL, GIB, SMALL, Bench, free_gib
 from benchmarks.gpu_stages.lib import wall_seconds
 from minirl.algo import losses
@@ -38,8 +39,7 @@ from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.plan import cards
-from minirl.plan.load import Load
-from minirl.plan.shape import cut
+from minirl.plan.workload import Load
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
 from minirl.train.policy import Policy

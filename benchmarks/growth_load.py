@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks import fits
+from benchmarks.dryrun.jobs import LoneMesh
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.config.policy import PolicyConfig
 from minirl.model import build, families
-from minirl.plan.dryrun import LoneMesh
 
 WIDTH = 16  # Of all matrices.
 HEADS = 4

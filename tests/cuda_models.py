@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from minirl.plan.pretend import compiler
+from benchmarks.dryrun.pretend import compiler
 
 os.environ |= {
     "CUDA_VISIBLE_DEVICES": "",

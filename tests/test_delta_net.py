@@ -16,9 +16,8 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.batch.recurrence import build_recurrence
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import build, checks
+from minirl.model import checks
 from minirl.model.hybrid import delta_net, delta_rule
-from minirl.plan.shape import read_shape
 from minirl.train.policy import Policy
 from test_model import CPU, model_batch
 
@@ -157,19 +156,6 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused():
     ):
         checks.check_heads(config, tensor=2, context=4)
     checks.check_heads(AutoConfig.for_model("qwen3"), tensor=2, context=4)
-
-
-def test_the_planner_counts_every_parameter(tmp_path):
-    """Three of four layers have a state; the convolution's weights are no experts."""
-    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 4
-    folder = tiny.make(
-        tmp_path / "model", "qwen3_next", layer_types=kinds, num_hidden_layers=len(kinds)
-    )
-    config = AutoConfig.from_pretrained(folder)
-    shape = read_shape(config)
-    model = build.make_meta_model(config, torch.float32, score=False)
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.experts == 4
 
 
 def test_kernels_are_for_cuda_and_their_dtypes_alone():

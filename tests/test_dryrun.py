@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import tiny
+from benchmarks.dryrun import pretend
+from benchmarks.dryrun.engine import regions_of_all_ranks
+from benchmarks.dryrun.jobs import Load, trajectories
+from benchmarks.dryrun.meter import Meter
 from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
@@ -25,11 +29,7 @@ from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.parallel import fsdp
 from minirl.parallel.regions import local_region
-from minirl.plan import pretend
 from minirl.plan.cards import CARDS
-from minirl.plan.dryrun import Load, trajectories
-from minirl.plan.engine import regions_of_all_ranks
-from minirl.plan.meter import Meter
 from minirl.train.policy import Policy
 from programs import ROOT
 
@@ -200,7 +200,7 @@ def model_folder(root, family, tied, **sizes):
 
 def dry_run(jobs, **env):
     return subprocess.run(
-        [sys.executable, "-m", "minirl.plan.dryrun"],
+        [sys.executable, "-m", "benchmarks.dryrun.jobs"],
         input=json.dumps(jobs),
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ from vllm.device_allocator import cumem
 
 import test_fused
 import tiny
+from benchmarks.dryrun import pretend
 from harness import RankFailed, ranks
 from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
@@ -33,7 +34,6 @@ from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.mixture import experts
 from minirl.parallel.mesh import join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
-from minirl.plan import pretend
 from minirl.train.policy import Policy
 from minirl.types.blocks import Options
 from minirl.types.packed import Context, Trajectory

@@ -59,11 +59,11 @@ ALLOWED = [  # for all that
 DOORS = {
     "vllm": ("engine/*", "endpoint/tool_calls.py"),
     "transformers": (
-        *("model/*", "data/*", "checkpoint/*", "plan/*", "engine/compat.py"),
+        *("model/*", "data/*", "checkpoint/*", "plan/sizes.py", "engine/compat.py"),
         *("rollout/*", "endpoint/*", "run/*", "rm.py", "walk/step.py"),  # types of theirs
     ),
     "jinja2": ("data/chat.py",),
-    "PIL": ("data/images.py", "plan/dryrun.py"),
+    "PIL": ("data/images.py",),
     "ring_flash_attn": ("model/flash.py",),
     "bitsandbytes": ("model/adapters/nf4.py",),
     "flash_attn": ("model/flash.py",),
@@ -74,8 +74,8 @@ DOORS = {
     "huggingface_hub": ("model/build.py", "checkpoint/exporting.py"),
     "safetensors": ("model/*", "checkpoint/*"),
     "torch.utils.tensorboard": ("run/log.py",),
-    "torch.distributed.fsdp": ("parallel/*", "plan/dryrun.py"),
-    "torch.distributed.device_mesh": ("parallel/*", "plan/dryrun.py"),
+    "torch.distributed.fsdp": ("parallel/*",),
+    "torch.distributed.device_mesh": ("parallel/*",),
     "wandb": ("run/trackers.py",),
     "trackio": ("run/trackers.py",),
     "tokenizers": ("view/trajectories.py", "model/scratch.py"),
@@ -117,8 +117,6 @@ BROAD = {
     "rollout/time_limits.py:make_in_time": "and may do so later",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_within_limit": "and a user's environment, of which only one episode ends",
-    "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "
-    "process is for all jobs",
     "endpoint/reward_server.py:_score_batch": "a forward may raise anything, and every request "
     "of its batch gets an answer of its own",
     "engine/loop.py:work": "whatever it is, it is raised again where the thread was asked for",

@@ -38,7 +38,7 @@ from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
-from minirl.plan.flags import own_flags
+from minirl.plan.__main__ import parser
 from minirl.run import user_algorithms
 from minirl.view import __main__ as view
 from programs import QUICKSTART, ROOT, fork
@@ -69,7 +69,7 @@ PROGRAMS = {
     "minirl.view": None,  # flags of its own
     "minirl.walk": None,  # flags of its own
 }
-PLAN_FLAGS = set(re.findall(r"--[\w-]+", own_flags().format_help()))
+PLAN_FLAGS = set(re.findall(r"--[\w-]+", parser().format_help()))
 VIEW_FLAGS = set(re.findall(r"--[\w-]+", view.parser().format_usage()))
 # Flags in the text that belong to no config of minirl.
 OTHER_FLAGS = {
@@ -322,7 +322,7 @@ def parse_program(words: list[str]) -> None:
     """Words behind -m."""
     module, *flags = words
     if module == "minirl.plan":
-        own, of_run = own_flags().parse_known_args(flags)
+        own, of_run = parser().parse_known_args(flags)
         parse_flags(RLConfig, ["--config", own.config, *of_run])
         return
     command = " ".join([module, *flags[:1]])

@@ -31,9 +31,7 @@ from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.data.sources import open_source
 from minirl.engine.loop import EngineLoop
 from minirl.plan import __main__ as planner
-from minirl.plan.command import make_plan
-from minirl.plan.flags import read_flags
-from minirl.plan.planner import GIB
+from minirl.plan.plan import GIB
 from minirl.rollout import pacing, records, show
 from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.pacing import Goal, pull
@@ -310,8 +308,7 @@ def test_sized_recipe_fits_by_the_planner(name, tmp_path):
 
     fits.MODELS[model].save_pretrained(tmp_path)
     given = command.replace("configs/", f"{path.parent}/").split()
-    flags = [*given, "--formulas", "--policy.model", str(tmp_path)]
-    plan, advised = make_plan(*read_flags(flags))
+    plan, advised = planner.plan_of_flags([*given, "--policy.model", str(tmp_path)])
     assert plan.lacks == ""
     gib = f"{plan.memory[plan.largest] / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head
@@ -324,7 +321,7 @@ def test_printed_plan_is_what_the_planner_says(tmp_path, monkeypatch, capsys):
     fits.MODELS["Qwen3-32B"].save_pretrained(tmp_path)
     flags = ["--config", str(ROOT / "configs" / "math.yaml"), "--policy.model", str(tmp_path)]
     flags += ["--gpus", "8", "--gpu", "h100"]
-    monkeypatch.setattr("sys.argv", ["plan", *flags, "--formulas"])
+    monkeypatch.setattr("sys.argv", ["plan", *flags])
     assert planner.main() == 2
     out = capsys.readouterr().out.replace(str(tmp_path), "Qwen/Qwen3-32B").splitlines()
     for line in shown:

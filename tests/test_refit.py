@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from benchmarks import growth_refit
+from benchmarks.dryrun.pretend import compiler
 from minirl.parallel.regions import CheckpointSlice, Region, intersect, view_of
-from minirl.plan.pretend import compiler
 from minirl.refit.plan import Grid, Planner, cut, find_sender
 from minirl.refit.record import Recorder, join, wanted_by_name
 from programs import ROOT

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from benchmarks import fits
 from minirl.base.errors import UserError
 from minirl.config import named
 from minirl.config.parse import parse_flags
@@ -74,6 +75,17 @@ def test_help_comes_in_a_second(program, tmp_path):
     ended, seconds = start(f"minirl.{program}", ["--help"], tmp_path)
     assert (ended.code, ended.err) == (0, "")
     assert f"usage: python -m minirl.{program}" in ended.out
+    assert ended.out.endswith("imported:\n")
+    assert seconds < 1.0 * SLACK
+
+
+def test_a_plan_comes_in_a_second_without_torch(tmp_path):
+    """With advice, for a model of which there is only a config."""
+    fits.MODELS["Qwen3-32B"].save_pretrained(tmp_path)
+    flags = ["--config", str(ROOT / "configs" / "qwen3_32b_8gpu.yaml"), "--gpu", "h100"]
+    ended, seconds = start("minirl.plan", [*flags, "--policy.model", str(tmp_path)], tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    assert "fits with activation checkpointing" in ended.out
     assert ended.out.endswith("imported:\n")
     assert seconds < 1.0 * SLACK
 

@@ -17,7 +17,7 @@ from minirl.model import fused, logprob
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
 from minirl.model.mixture import experts
-from minirl.plan.load import Load
+from minirl.plan.workload import Load
 from minirl.types.packed import Packed, Trajectory
 
 # Of what kernels are compared with.

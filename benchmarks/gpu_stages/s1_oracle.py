@@ -14,6 +14,7 @@ from typing import Any
 
 import tyro
 
+from benchmarks.dryrun.jobs import trajectories
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import SMALL, check
 from minirl.algo import losses
@@ -21,8 +22,7 @@ from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
 from minirl.parallel.mesh import Mesh, join_world
-from minirl.plan.dryrun import trajectories
-from minirl.plan.load import Load
+from minirl.plan.workload import Load
 from minirl.train.policy import Policy
 
 FAMILIES = ("qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen2")

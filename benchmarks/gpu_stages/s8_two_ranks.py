@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from benchmarks.dryrun.jobs import trajectories
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import DEVICE, ON_GPU, SMALL, check
 from minirl.algo import losses
@@ -28,8 +29,7 @@ from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.parallel.mesh import World, arrange, make_world
-from minirl.plan.dryrun import trajectories
-from minirl.plan.load import Load
+from minirl.plan.workload import Load
 from minirl.train.policy import Policy
 
 

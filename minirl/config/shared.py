@@ -35,6 +35,10 @@ from minirl.config.bounds import (
 )
 from minirl.config.policy import ParallelConfig, PolicyConfig, Quantization
 
+# Bounds of `engine.max_num_seqs` = 0.
+FEWEST_SEQS = 256
+MOST_SEQS = 1024
+
 
 @dataclass(kw_only=True)
 class EngineConfig:

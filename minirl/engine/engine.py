@@ -24,7 +24,7 @@ from torch import Tensor
 from minirl.base.errors import UserError
 from minirl.base.imports import no_collections
 from minirl.base.log import Timer
-from minirl.config.shared import EngineConfig
+from minirl.config.shared import FEWEST_SEQS, MOST_SEQS, EngineConfig
 from minirl.data.images import rgb
 from minirl.data.vision import GemmaVision, Vision
 from minirl.engine import compat, patches
@@ -46,8 +46,6 @@ _ENVIRONMENT = {
 }
 
 # Bounds of what engine.max_num_seqs = 0 stands for.
-FEWEST_SEQS = 256
-MOST_SEQS = 1024
 # What vLLM asserts of the device's memory, as if nobody else used it.
 _MEMORY_ASSERTIONS = ("Error in memory profiling", "Memory usage increased after sleeping")
 

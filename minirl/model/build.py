@@ -383,6 +383,22 @@ def _choose_trained(
         freeze(model, cfg.freeze, f"{section}.freeze")
 
 
+def check_trained(config: PretrainedConfig, cfg: PolicyConfig, *, score: bool = False) -> None:
+    """Refuse patterns of `freeze` and `lora` that do not fit a model, before it is loaded.
+
+    Args:
+        config: the model's.
+        cfg: what is set for it.
+        score: it has a score head instead of its own.
+
+    Raises:
+        UserError: they match nothing, or everything, or what cannot have an adapter.
+    """
+    if cfg.freeze or cfg.lora.rank:
+        model = make_meta_model(config, torch.bfloat16, score=score)
+        _choose_trained(model, cfg, torch.float32, score=score)
+
+
 def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
     """Fill this rank's shards of what the model does not share, and of its adapters."""
     if loading.packed_weights(model):

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits of a chunk, by kind of device. Each chunk adds to the gradient of the whole head, which is
-# read and written for it; chunks that are too small would spend their time on that.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+from minirl.config.policy import CHUNK_BYTES
 
 
 def logprob_entropy(

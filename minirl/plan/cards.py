@@ -13,7 +13,7 @@ from typing import Any
 from minirl.base.errors import require
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Card:
     """A GPU and what connects it. Speeds are the peaks of the data sheets."""
 
@@ -28,128 +28,21 @@ class Card:
 
 
 CARDS = {
-    card.name: card
-    for card in (
-        Card(
-            name="h200",
-            memory_gib=139.8,
-            tflops=989,
-            bandwidth_gb=4800,
-            link_gb=450,
-            host_gb=55,
-            host_memory_gib=240,
-        ),
-        Card(
-            name="h100",
-            memory_gib=79.2,
-            tflops=989,
-            bandwidth_gb=3350,
-            link_gb=450,
-            host_gb=55,
-            host_memory_gib=240,
-        ),
-        Card(
-            name="b200",
-            memory_gib=178.3,
-            tflops=2250,
-            bandwidth_gb=8000,
-            link_gb=900,
-            host_gb=55,
-            host_memory_gib=240,
-        ),
-        Card(
-            name="h20",
-            memory_gib=95.0,
-            tflops=148,
-            bandwidth_gb=4000,
-            link_gb=450,
-            host_gb=55,
-            host_memory_gib=240,
-        ),
-        Card(
-            name="mi300x",
-            memory_gib=191.5,
-            tflops=1307,
-            bandwidth_gb=5300,
-            link_gb=448,
-            host_gb=55,
-            host_memory_gib=240,
-        ),
-        Card(
-            name="a100-80",
-            memory_gib=79.2,
-            tflops=312,
-            bandwidth_gb=2039,
-            link_gb=300,
-            host_gb=25,
-            host_memory_gib=120,
-        ),
-        Card(
-            name="l40s",
-            memory_gib=44.5,
-            tflops=362,
-            bandwidth_gb=864,
-            link_gb=25,
-            host_gb=25,
-            host_memory_gib=120,
-        ),
-        Card(
-            name="rtx4090",
-            memory_gib=23.5,
-            tflops=165,
-            bandwidth_gb=1008,
-            link_gb=12,
-            host_gb=25,
-            host_memory_gib=60,
-        ),
-        Card(
-            name="rtx5090",
-            memory_gib=31.3,
-            tflops=209,
-            bandwidth_gb=1792,
-            link_gb=25,
-            host_gb=55,
-            host_memory_gib=60,
-        ),
-        Card(
-            name="a10g",
-            memory_gib=22.0,
-            tflops=70,
-            bandwidth_gb=600,
-            link_gb=12,
-            host_gb=25,
-            host_memory_gib=60,
-        ),
-        Card(
-            name="l4",
-            memory_gib=22.0,
-            tflops=121,
-            bandwidth_gb=300,
-            link_gb=12,
-            host_gb=25,
-            host_memory_gib=60,
-        ),
-    )
+    # GiB, TFLOP/s, GB/s of memory, of the link, of the host; GiB of the host.
+    "h200": Card("h200", 139.8, 989, 4800, 450, 55, 240),
+    "h100": Card("h100", 79.2, 989, 3350, 450, 55, 240),
+    "b200": Card("b200", 178.3, 2250, 8000, 900, 55, 240),
+    "h20": Card("h20", 95.0, 148, 4000, 450, 55, 240),
+    "mi300x": Card("mi300x", 191.5, 1307, 5300, 448, 55, 240),
+    "a100-80": Card("a100-80", 79.2, 312, 2039, 300, 25, 120),
+    "l40s": Card("l40s", 44.5, 362, 864, 25, 25, 120),
+    "rtx4090": Card("rtx4090", 23.5, 165, 1008, 12, 25, 60),
+    "rtx5090": Card("rtx5090", 31.3, 209, 1792, 25, 55, 60),
+    "a10g": Card("a10g", 22.0, 70, 600, 12, 25, 60),
+    "l4": Card("l4", 22.0, 121, 300, 12, 25, 60),
 }
 # What people call some of them.
 ALIASES = {"a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
-
-# Shares of the peaks that good kernels reach. FlashAttention-2 was written for the A100; on Hopper
-# it computes at 350 (forward) and 300 TFLOP/s.
-REACHED = {
-    "matmul": 0.70,
-    "attention forward": 0.36,
-    "attention backward": 0.30,
-    "memory": 0.80,
-    "wire": 0.75,
-}
-SHORTEST_KERNEL = 2e-6  # Seconds from one kernel to the next, however little there is to do.
-SHORTEST_COLLECTIVE = 2e-5
-# That the engine's scheduler takes beside the device for a token of each answer, and for each.
-HOST_SECONDS_PER_STEP = 2e-3
-HOST_SECONDS_PER_ANSWER = 1e-5
-EAGER_SECONDS_PER_LAYER = 2e-4  # That the host takes for the kernels of a layer, without graphs.
-HOST_ADAMW_GB = 10.0  # GB/s that a rank's cores move in AdamW on the host.
 
 
 def find_card(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -51,7 +51,6 @@ from minirl.parallel.machines import (
     errors_of_machines,
 )
 from minirl.parallel.mesh import Mesh, ranks_of_node
-from minirl.plan.shape import count_frozen
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
@@ -158,9 +157,10 @@ class Inputs:
         make_scratch(cfg, max_len, mesh)
         self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
 
-    def model_configs(self) -> dict[str, PretrainedConfig]:
-        """Return the configs of the models, by role."""
-        return {role: build.read_config(folder) for role, folder in self.folders.items()}
+    def model_configs(self) -> dict[str, dict[str, Any]]:
+        """Return the values of the models' configs, by role."""
+        folders = self.folders.items()
+        return {role: build.read_config(folder).to_dict() for role, folder in folders}
 
 
 def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
@@ -185,8 +185,8 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
             folders[role] = folder
             configs[role] = build.read_config(folder)
     critic = configs.get("critic", policy.config)
-    count_frozen(policy.config, cfg.policy)
-    count_frozen(critic, cfg.critic, score=True)
+    build.check_trained(policy.config, cfg.policy)
+    build.check_trained(critic, cfg.critic, score=True)
     check_routers(cfg, policy.config, critic)
     checks.check_experts(
         configs,

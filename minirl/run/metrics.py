@@ -20,7 +20,8 @@ from minirl.config.rl import DebugConfig
 from minirl.model import build
 from minirl.parallel.mesh import Mesh
 from minirl.plan import cards
-from minirl.plan.shape import Shape, read_shape
+from minirl.plan.costs import rule_flops
+from minirl.plan.sizes import ModelSizes, read_sizes
 from minirl.train.policy import Metrics, Minibatch
 from minirl.types.packed import Trajectory
 
@@ -217,12 +218,12 @@ def count_sampled(trajectories: list[Trajectory], mesh: Mesh) -> int:
     return int(mesh.sums(torch.tensor([num])).item())
 
 
-def flops(shape: Shape, work: StepWork) -> float:
+def flops(model: ModelSizes, work: StepWork) -> float:
     """Return the floating-point operations of forward and backward over the work."""
-    in_layers = shape.active_in_layers * work.rows
-    in_head = shape.hidden * shape.vocabulary * work.loss_rows
-    attention = work.pairs * shape.queries * shape.attention_layers
-    return 6 * (in_layers + in_head) + 12 * attention + 3 * shape.rule_flops * work.rows
+    in_layers = model.active_in_layers * work.rows
+    in_head = model.hidden * model.vocabulary * work.loss_rows
+    attention = work.pairs * sum(num * layer.queries for layer, num in model.layers.items())
+    return 6 * (in_layers + in_head) + 12 * attention + 3 * rule_flops(model) * work.rows
 
 
 class Utilisation:
@@ -231,7 +232,7 @@ class Utilisation:
     def __init__(self, mesh: Mesh):
         """Without CUDA, or on a GPU that the planner does not know, there is no peak."""
         self.peak = 0.0  # Operations a second, of all ranks.
-        self.shapes: list[Shape] = []  # Shapes of the models that are trained.
+        self.models: list[ModelSizes] = []  # Those that are trained.
         if mesh.device.type == "cuda":
             name = torch.cuda.get_device_name(mesh.device)
             self.peak = cards.peak_tflops(name) * 1e12 * mesh.world_size
@@ -239,7 +240,8 @@ class Utilisation:
     def add(self, folder: Path, *, score: bool) -> None:
         """Count a model's work, too. The arguments are those of `Policy`."""
         if self.peak:
-            self.shapes.append(read_shape(build.read_config(folder), score=score))
+            values = build.read_config(folder).to_dict()
+            self.models.append(read_sizes(values, score=score))
 
     def metrics(self, work: StepWork | None, seconds: float) -> dict[str, float]:
         """Return `mfu`, if there is a peak.
@@ -248,9 +250,9 @@ class Utilisation:
             work: what the step read.
             seconds: seconds of forward and backward, of the rank that took longest.
         """
-        if not self.shapes or work is None or seconds <= 0:
+        if not self.models or work is None or seconds <= 0:
             return {}
-        total = sum(flops(shape, work) for shape in self.shapes)
+        total = sum(flops(model, work) for model in self.models)
         return {"mfu": total / seconds / self.peak}
 
 

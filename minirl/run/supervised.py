@@ -23,10 +23,9 @@ from minirl.data import chat, images
 from minirl.data.examples import Chats, to_examples
 from minirl.data.formats import open_chats
 from minirl.data.rows import Rows
-from minirl.model import checks
+from minirl.model import build, checks
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh, ranks_of_node
-from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
 from minirl.run.inputs import (
     Inputs,
@@ -84,7 +83,7 @@ class SupervisedTrainer(BaseTrainer):
                     ranks_of_node=ranks_of_node(),
                     tokens_per_rank=cfg.tokens_per_rank,
                 )
-            count_frozen(files.config, cfg.policy, score=self.task.score_head)
+            build.check_trained(files.config, cfg.policy, score=self.task.score_head)
             checks.check_routers(files.config, cfg.policy)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             where = f"policy.model = {cfg.policy.model}"
@@ -119,7 +118,8 @@ class SupervisedTrainer(BaseTrainer):
             # 3. Models.
             self.check_model()
             make_scratch(cfg, max_tokens, mesh)
-            self.announce(supervised_workload(cfg, mesh.world_size, {"policy": files.config}))
+            models = {"policy": files.config.to_dict()}
+            self.announce(supervised_workload(cfg, mesh.world_size, models))
             self.policy = self.load_model(cfg.policy, files.folder, score=self.task.score_head)
             self.ref = self.load_reference()
             description = f"{len(self.rows)} rows, {len(self.held_out)} held out"

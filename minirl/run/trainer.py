@@ -27,7 +27,7 @@ from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.model import loading
 from minirl.parallel.mesh import Mesh
-from minirl.plan.announce import announce
+from minirl.plan.page import announce
 from minirl.plan.workload import Workload
 from minirl.rollout import records
 from minirl.run import metrics, results

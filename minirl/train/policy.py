@@ -20,7 +20,7 @@ from minirl.algo.losses import Loss
 from minirl.base.errors import require
 from minirl.base.log import Timer, say
 from minirl.batch.attention_plan import RowLayout
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import WHOLE_GRADIENT_BYTES, PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.vision import read_vision
 from minirl.model import build, families, loading
@@ -39,8 +39,6 @@ Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
 # Updates that may be skipped in a row. One does no harm, but a run that learns nothing must end.
 MAX_SKIPPED = 5
-# `policy.accumulate` auto keeps the whole gradient on a rank if it takes no more than this.
-WHOLE_GRADIENT_BYTES = 4 * 2**30
 
 
 class Policy:

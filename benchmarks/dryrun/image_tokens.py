@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minirl.plan.values import KnownValues
+from benchmarks.dryrun.values import KnownValues
 
 POOLER = "Gemma4VisionPooler"
 

@@ -3,7 +3,7 @@
     python -m benchmarks.dryrun                          # Qwen3-8B on 8 H200
     python -m benchmarks.dryrun --model Qwen3-1.7B
 
-Dry runs of few layers are extrapolated to the whole model (minirl/plan/README.md): 2 micro-batches
+Dry runs of few layers are extrapolated to the whole model (extrapolate.py): 2 micro-batches
 of 8 answers to a prompt, 256 + 768 tokens each. The first row is how minirl was before its GPU
 paths were made for such models; every further row changes one thing.
 """
@@ -16,10 +16,9 @@ from typing import Any
 
 from transformers.utils import logging
 
+from benchmarks.dryrun.extrapolate import alive_at_peak, cut, layer_counts, run_jobs
 from benchmarks.fits import MODELS
-from minirl.plan.estimate import alive_at_peak, run_dry
-from minirl.plan.load import Load
-from minirl.plan.shape import cut, layer_counts
+from minirl.plan.workload import Load
 
 PHASES = ("forward", "backward", "optimizer")
 OLD = {"kernels": "torch", "accumulate": "whole", "activation_checkpointing": "off"}
@@ -64,7 +63,7 @@ def main() -> None:
                         "head_chunk_bytes": chunk,
                     }
                 )
-        results = run_dry(jobs)
+        results = run_jobs(jobs)
     print("| | peak GiB | device ms | share of peak | NCCL ms | GB moved | kernels | host waits |")
     print("|---|---|---|---|---|---|---|---|")
     for i, (name, _, _) in enumerate(variants):

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from pathlib import Path
+
+from minirl.model import logprob
 
 PARAMETERS = "parameters"
 BASE = "policy's parameters"  # That another model computes with, too.
@@ -38,7 +39,7 @@ _BY_FSDP_FUNCTION = {
 }
 _FSDP = f"{os.sep}fsdp{os.sep}_fully_shard{os.sep}"
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
-_HEAD = str(Path(__file__).parent.parent / "model" / "logprob.py")
+_HEAD = logprob.__file__
 
 
 def kind_of_new(phase: str) -> str:

@@ -14,7 +14,7 @@ from minirl.model.adapters import nf4
 from minirl.model.adapters.nf4 import BLOCK, NESTED
 
 
-@torch.library.custom_op("minirl_plan::dequantize_4bit", mutates_args=())
+@torch.library.custom_op("dryrun::dequantize_4bit", mutates_args=())
 def dequantize(bits: Tensor, absmax: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Stand for the kernel, which reads packed bytes and scales and writes a weight."""
     raise NotImplementedError("there are no values on a pretended device")

@@ -19,15 +19,17 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minirl.plan import cards
-from minirl.plan.cards import REACHED, Card
-from minirl.plan.delta_kernels import KERNEL
-from minirl.plan.kinds import START, kind_of_new
-from minirl.plan.values import KnownValues, size_depends_on_values
+import minirl
+from benchmarks.dryrun.delta_kernels import KERNEL
+from benchmarks.dryrun.kinds import START, kind_of_new
+from benchmarks.dryrun.values import KnownValues, size_depends_on_values
+from minirl.plan.cards import Card
+from minirl.plan.costs import REACHED
 
 aten = torch.ops.aten
-PACKAGE = str(Path(__file__).parent.parent) + os.sep
-PLAN = str(Path(__file__).parent) + os.sep
+PACKAGE = str(Path(minirl.__file__).parent) + os.sep
+SHORTEST_KERNEL = 2e-6  # Seconds from one kernel to the next, however little there is to do.
+SHORTEST_COLLECTIVE = 2e-5
 
 # Operators that launch no kernel, beside views.
 _FREE = {
@@ -338,7 +340,7 @@ class Meter(TorchDispatchMode):
             flops = args[-1]
         compute = flops / (self.card.tflops * 1e12 * REACHED.get(kind, 1))
         memory = num_bytes / (self.card.bandwidth_gb * 1e9 * REACHED["memory"])
-        seconds = max(compute, memory, cards.SHORTEST_KERNEL)
+        seconds = max(compute, memory, SHORTEST_KERNEL)
         if kind == "memory":
             kind = ROWS if name in _READ_ROWS | _CHANGE_ROWS else name.partition("::")[2]
         self._book(kind, Work(1, seconds, flops, num_bytes))
@@ -375,7 +377,7 @@ class Meter(TorchDispatchMode):
         num_bytes = max(t.nbytes for t in tensors) * (len(ranks) - 1) / len(ranks)
         if name == "c10d::allreduce_":
             num_bytes *= 2
-        seconds = num_bytes / (speed * 1e9 * REACHED["wire"]) + cards.SHORTEST_COLLECTIVE
+        seconds = num_bytes / (speed * 1e9 * REACHED["wire"]) + SHORTEST_COLLECTIVE
         self._book(WIRE, Work(1, seconds, 0, num_bytes))
 
     def _book(self, kind: str, work: Work) -> None:
@@ -454,7 +456,7 @@ def _caller() -> str:
     frame = sys._getframe(1)
     while frame is not None and len(found) < 2:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(PLAN):
+        if file.startswith(PACKAGE):
             name = frame.f_code.co_name
             found.append(f"{file.removeprefix(PACKAGE)}:{frame.f_lineno} {name}")
         frame = frame.f_back  # type: ignore[assignment]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from minirl.model.hybrid import delta_net
-from minirl.plan.delta_nets import delta_rule_flops
+from minirl.plan.costs import delta_rule_flops
 from minirl.types.blocks import CHUNK
 
-KERNEL = "minirl_plan::delta_kernel"
+KERNEL = "dryrun::delta_kernel"
 # Multiplications and additions of backward for each one of forward: its products' gradients, and
 # the states, which are computed again.
 BACKWARD = 2.6

@@ -1,6 +1,6 @@
 """minirl's own steps on pretended GPUs: no device, no weights and no data are needed.
 
-    python -m minirl.plan.dryrun < jobs.json > results.json
+    python -m benchmarks.dryrun.jobs < jobs.json > results.json
 
 Build, pack, annotate and update run as they do in training, as rank 0 of as many ranks as wanted,
 on tensors without values. torch's fake process group answers collectives. It is a process of its
@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,51 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from benchmarks.dryrun import delta_kernels, four_bits, image_tokens, kinds
+from benchmarks.dryrun.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
+from benchmarks.dryrun.kinds import END, MIDDLE, START
+from benchmarks.dryrun.meter import Meter
+from benchmarks.dryrun.pretend import pretend_cuda
 from minirl.algo import losses, preference
 from minirl.base.errors import BAD_INPUT, UserError, require
 from minirl.base.log import Timer
 from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
-from minirl.config.policy import ParallelConfig
-from minirl.config.rl import AlgoConfig
+from minirl.config.policy import CHUNK_BYTES, ParallelConfig, PolicyConfig
+from minirl.config.rl import AlgoConfig, RefitConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import to_url
 from minirl.data.vision import Gemma4Vision, GemmaVision, QwenVision, Vision
 from minirl.model import build, fused, loading
-from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
-from minirl.plan import delta_kernels, four_bits, image_tokens, kinds
-from minirl.plan.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
-from minirl.plan.kinds import END, MIDDLE, START
-from minirl.plan.load import Job, Load, LossName
-from minirl.plan.meter import Meter
-from minirl.plan.pretend import pretend_cuda
+from minirl.plan.cards import CARDS, Card
+from minirl.plan.workload import Load, LossName
 from minirl.refit.plan import one_of_each_layout
 from minirl.refit.refit import Refit
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import ImageBatch, ImageSpan, Trajectory
 
 DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A model and what is done with it."""
+
+    folder: str  # Holds config.json.
+    load: Load
+    world_size: int = 8
+    gpus_per_node: int = 8
+    card: Card = CARDS["h200"]
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    loss: LossName = "policy"
+    share_base: bool = False  # It computes with the frozen base of another model with adapters.
+    sleep: bool = False  # After the steps it sleeps and wakes.
+    refit: RefitConfig | None = None  # Moves the weights into an engine, too, while it sleeps.
+    head_chunk_bytes: int = CHUNK_BYTES["cuda"]  # Of the logits that are alive at once.
 
 
 # --------------------------------------------------------------------------------------------------
