@@ -486,7 +486,7 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
         (["--policy.model", "scratch"], "policy.model = scratch is made from the rows"),
         (["--policy.model", "/no/such/folder"], "/no/such/folder"),
         (["--gpus", "6", "--parallel.tensor", "4"], "does not divide the 6 ranks"),
-        (["--gpus", "16", "--parallel.tensor", "16"], "divide num_attention_heads = 32"),
+        (["--gpus", "3", "--parallel.tensor", "3"], "divide num_attention_heads = 32"),
         (["--parallel.experts", "2"], "does not divide the 0 experts of the policy"),
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
         (["--gpus", "3", "--engine.tensor-parallel-size", "2"], "does not divide --gpus 3"),

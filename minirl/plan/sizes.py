@@ -274,6 +274,10 @@ def read_sizes(
 
 def _read_layer(text: Mapping[str, Any], number: int) -> Layer:
     """Return a layer by its number from 0."""
+    # The library keeps the sizes of layers that are not as the others here.
+    for key, sizes in (text.get("per_layer_config") or {}).items():
+        if int(key) == number:
+            text = {**text, **sizes}
     hidden = text["hidden_size"]
     kind = (text.get("layer_types") or ["full_attention"] * (number + 1))[number]
     if kind == "linear_attention":
@@ -344,9 +348,9 @@ def _attention(text: Mapping[str, Any], number: int, kind: str) -> Block:
     hidden = text["hidden_size"]
     heads = text["num_attention_heads"]
     kv_heads = text["num_key_value_heads"]
+    is_global = kind == "full_attention"
     head_dim = text.get("head_dim") or hidden // heads
-    is_global = kind == "full_attention" and bool(text.get("global_head_dim"))
-    if is_global:
+    if is_global and text.get("global_head_dim"):
         head_dim = text["global_head_dim"]
     one_for_both = is_global and bool(text.get("attention_k_eq_v"))  # Keys are the values, too.
     if one_for_both:
