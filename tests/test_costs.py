@@ -18,8 +18,6 @@ from benchmarks.dryrun.extrapolate import layer_counts
 from benchmarks.dryrun.pretend import compiler
 
 SOME = (
-    "dense",
-    "two windows",
     "tensor 4, sequence",
     "mixture, experts 4",
     "latent mixture",
