@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from minirl.config.named import ESTIMATORS
+from minirl.config.named import FUNCTION_FILE
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
@@ -211,7 +211,7 @@ def _is_base(policy: PolicyConfig, reference: str) -> bool:
 
 def _reads_old_logprobs(algo: AlgoConfig) -> bool:
     """Return whether advantages are made of the policy's log-probs before the step."""
-    if algo.advantage in ESTIMATORS:
+    if not FUNCTION_FILE.fullmatch(algo.advantage):
         in_reward = bool(algo.kl_coef) and algo.kl_in == "reward"
         return in_reward or algo.advantage == "on_policy_distill"
     from minirl.algo import advantages  # here, because it imports torch
