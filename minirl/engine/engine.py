@@ -45,7 +45,6 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
-# Bounds of what engine.max_num_seqs = 0 stands for.
 # What vLLM asserts of the device's memory, as if nobody else used it.
 _MEMORY_ASSERTIONS = ("Error in memory profiling", "Memory usage increased after sleeping")
 
