@@ -132,7 +132,7 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     The authors' code (OpenRLHF) and verl normalise over tokens: long answers count more, the mean
     over tokens is not 0 and is subtracted, and equal groups do not stay at 0. On random groups the
     two differ by up to 0.6. `algo.whiten_tokens` takes theirs: `assign` then whitens the result,
-    whose scale does not matter to that.
+    and its scale does not matter.
     """
     centered, _ = center(rewards, groups)
     return centered / (centered.square().mean().sqrt() + 1e-8)
