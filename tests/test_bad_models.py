@@ -131,6 +131,9 @@ FOLDERS = {
     "eos a bool": (generation(eos_token_id=True), "eos_token_id = True; give the number"),
     "eos lists": (generation(eos_token_id=[[1]]), "eos_token_id = .* give the number"),
     "eos texts": (generation(eos_token_id=["a"]), "eos_token_id = .* give the number"),
+    "layers without an end": (config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000 is"),
+    "heads without an end": (config(num_attention_heads=2**30), "num_attention_heads = 1073741824"),
+    "a tower without an end": (config(vision_config={"depth": 10**6}), "depth = 1000000 is more"),
     "weights missing": (remove("model.safetensors"), "has no weights"),
     "config missing": (remove("config.json"), "has no config.json"),
 }

@@ -36,7 +36,31 @@ _SIZES = (
     "n_shared_experts",
 )
 _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
+# Of layers and heads, which are built or counted one after the other. Models have some hundreds.
+_MOST = 10_000
+_COUNTS = ("num_hidden_layers", "num_layers", "depth", "num_attention_heads", "num_heads")
 GB = 1e9
+
+
+def check_counts(values: dict, where: str) -> None:
+    """Refuse a config with so many layers or heads that building them would not end.
+
+    Args:
+        values: a config.json, or a part of it.
+        where: the file, for messages.
+
+    Raises:
+        UserError: a number of layers or heads is too large.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            check_counts(value, where)
+        is_too_large = name in _COUNTS and isinstance(value, int) and value > _MOST
+        require(
+            not is_too_large,
+            f"{where}: {name} = {value} is more than {_MOST}; take the config.json that belongs to "
+            "the weights",
+        )
 
 
 def check_supported(
