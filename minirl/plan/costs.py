@@ -127,7 +127,7 @@ def kept_elements(layer: Layer, hidden: int, checkpointing: str, *, fused: bool)
     return {
         "between": (2 + 2 * wide) * hidden,  # The inputs of two norms.
         "whole": 2 * hidden,  # Their outputs.
-        # Queries and keys before their norms and behind them, values, what attention returns.
+        # Queries and keys before and after their norms, values, what attention returns.
         "split": (3 + wide) * heads
         + 2 * layer.gates_output * layer.queries
         + (_kept_by_delta_net(net) if net else 0)
@@ -258,7 +258,7 @@ class CostModel:
         if checkpointing == "selective":
             of_row += layer.queries / self.tensor * self.merged
         if checkpointing == "off" and layer.delta_net and training.load.samples > 1:
-            # The states behind a prompt, with which each answer begins.
+            # The states after a prompt, with which each answer begins.
             answers = self.loss_rows / training.load.answer / self.rows
             of_row += 2 * layer.delta_net.state * answers / self.tensor
         return of_row * self.rows * self.element
