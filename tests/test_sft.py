@@ -916,14 +916,15 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", BAD)
 def test_one_message_and_nothing_left(folder, name):
     more, says = BAD[name]
+    output = folder / name.replace(" ", "-")  # flags are split at spaces
     given = flags(
         folder / "model",
         str(folder / "chats.jsonl"),
-        folder / name,
+        output,
         *(x.format(folder=folder) if isinstance(x, str) else x for x in more),
     )
     ended = fork("minirl.sft", given, folder / "log" / name)
     assert ended.code == 2 and len(ended.errors()) == 1 and "Traceback" not in ended.err, ended.err
     for text in says:
         assert text in ended.errors()[0]
-    assert not (folder / name).exists()
+    assert not output.exists()
