@@ -20,9 +20,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import tiny
+from harness import ranks
 from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
 from minirl.checkpoint.state import finished
@@ -33,6 +35,7 @@ from minirl.rewards.functions import Rewards
 from minirl.rewards.http import RemoteReward
 from minirl.run.metrics import Health
 from minirl.run.trainer import BaseTrainer
+from minirl.supervise import watch
 from minirl.supervise.faults import explain
 from minirl.supervise.watch import Watch
 from nodes import Job, Node
@@ -115,7 +118,7 @@ def closes_all(prompt, completion, row):
 
 @in_the_run
 def leaves(prompt, completion, row):
-    if rank == "1":
+    if rank == "1" or os.environ.get("WORLD_SIZE") == "1":
         os._exit(0)
     return 1.0
 
@@ -508,7 +511,13 @@ CASES = {
         2,
         reward("leaves"),
         1,
-        ["error: rank 1 (process ", ") is gone without a word: it was killed, by hand or by the"],
+        ["rank 1: leaves in ", "user.py, line ", ", called os._exit(0), which ends a run without"],
+    ),
+    "a reward ends its process, of one rank": (
+        1,
+        reward("leaves"),
+        1,
+        ["rank 0: leaves in ", ", called os._exit(0), which ends a run without"],
     ),
     "a reward closes stderr and fails": (
         1,
@@ -750,3 +759,40 @@ def test_a_dripping_endpoint_is_given_up():
             RemoteReward(url, cfg)([], "", {"rendered_prompt": ""})
         assert time.monotonic() - began < 8
         server.shutdown()
+
+
+def see_a_stranger(mesh, seconds):
+    """Somebody who reaches the store writes there what ranks write; then a rank does.
+
+    Returns whether this rank was asked to save and leave by the one and by the other."""
+    port = 0
+    if mesh.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = mesh.broadcast(port, 0)
+    if mesh.rank:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    watching = Watch()
+    watching.listen()
+    watching.join(store, mesh.rank, mesh.gather(watch.this_process()))
+    if mesh.rank == 0:
+        stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        for key in (watch.OVER, watch.STOP, watch.REASON):
+            for value in ("", "0", f"{'0' * 32}\n0\n0\nhost\nfinished"):
+                stranger.set(key, value)
+                time.sleep(seconds / 9)
+    mesh.barrier()
+    time.sleep(seconds)
+    by_the_stranger = watching.requested
+    mesh.barrier()
+    if mesh.rank == 0:
+        watching.can_save = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(seconds)
+    mesh.barrier()
+    return by_the_stranger, watching.requested
+
+
+def test_nobody_but_a_rank_ends_a_run():
+    """torch's store listens on all interfaces, and has no key."""
+    assert ranks(2, see_a_stranger, 2.5 * watch.LOOK_SECONDS, timeout=60) == [(False, True)] * 2

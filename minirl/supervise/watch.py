@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -26,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -44,6 +46,8 @@ SECONDS_TO_LEAVE = 20.0  # For the other ranks to see that the run ends.
 SECONDS_TO_END = 180.0  # For all that this rank does from a limit that is over to its exit.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
+_exit = os._exit  # Python's. From `Watch.listen` on `os._exit` is `Watch._refuse_exit`.
+
 # Keys of the store.
 STOP = "minirl/stop"  # The rank that got a signal first, which asks for a checkpoint.
 REASON = "minirl/reason"  # Why the run ends: rank, exit code, host and text, in lines.
@@ -58,11 +62,13 @@ class Process(NamedTuple):
     host: str
     namespace: str  # Of process ids: containers may have one host name.
     pid: int
+    secret: str  # Signs what the rank writes into the store, which takes whatever anybody writes.
 
 
 def this_process() -> Process:
-    """Return this process."""
-    return Process(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
+    """Return this process, with a new secret."""
+    namespace = os.readlink("/proc/self/ns/pid")
+    return Process(socket.gethostname(), namespace, os.getpid(), secrets.token_hex(16))
 
 
 class Watch(Oversight):
@@ -79,6 +85,7 @@ class Watch(Oversight):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = 1
         self._store: dist.Store | None = None
+        self._secrets = [""]  # Of all ranks, in rank order.
         self._has_store = False  # The store is in this process and ends with it.
         self._sources = selectors.DefaultSelector()  # Of signals, and of the ends of other ranks.
         self._arming = threading.Lock()
@@ -99,6 +106,7 @@ class Watch(Oversight):
             signal.signal(number, lambda number, frame: None)  # The wakeup descriptor has it.
             signal.siginterrupt(number, False)
         self._sources.register(signals, selectors.EVENT_READ)
+        vars(os)["_exit"] = partial(self._refuse_exit, os.getpid())
         threading.Thread(target=self._run, args=(signals,), name="watch", daemon=True).start()
         threading.Thread(target=self._look_at_limits, name="limits", daemon=True).start()
 
@@ -114,6 +122,7 @@ class Watch(Oversight):
         self.rank = rank
         self.world_size = len(processes)
         this = processes[rank]
+        self._secrets = [process.secret for process in processes]
         for other, process in enumerate(processes):
             if other != rank and process[:2] == this[:2]:
                 self._sources.register(
@@ -220,6 +229,23 @@ class Watch(Oversight):
                 self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code, is_first=is_first)
 
+    def _refuse_exit(self, pid: int, code: int) -> NoReturn:
+        """End all ranks for a call of os._exit; with code 0 the run would look finished.
+
+        Args:
+            pid: process id of this rank. Its forks leave as they want.
+            code: exit code that the caller wants.
+        """
+        if os.getpid() != pid or self._has_ended:
+            _exit(code)
+        caller = traceback.extract_stack(sys._getframe(1), limit=1)[0]
+        self.end_all(
+            f"error: rank {self.rank}: {caller.name} in {caller.filename}, line {caller.lineno}, "
+            f"called os._exit({code}), which ends a run without a checkpoint; let it return, or "
+            "raise an error",
+            code or CRASH,
+        )
+
     def _record(self, state: str, reason: str) -> None:
         """Note how the run ends, if the file system lets us in time."""
         recorder = threading.Thread(target=self.record_end, args=(state, reason), daemon=True)
@@ -228,10 +254,23 @@ class Watch(Oversight):
 
     def _set_first(self, key: str, value: str) -> str:
         """Return what the first rank has set a key to; without a store, `value`."""
-        if self._store is not None:
+        store = self._store
+        if store is not None:
             with contextlib.suppress(dist.DistError):  # Who had the store could not say why.
-                return self._store.compare_set(key, "", value).decode(errors="replace")
+                signed = f"{self._secrets[self.rank]}\n{value}"
+                store.compare_set(key, "", signed)
+                first = self._read(store, key)
+                if first is not None:
+                    return first
+                store.set(key, signed)  # Somebody else wrote there.
         return value
+
+    def _read(self, store: dist.Store, key: str) -> str | None:
+        """Return what a rank has set a key to; None: nothing, or it was no rank."""
+        if not store.check([key]):
+            return None
+        secret, _, value = store.get(key).decode(errors="replace").partition("\n")
+        return value if secret in self._secrets else None
 
     def _leave_all(self, code: int, *, is_first: bool) -> NoReturn:
         """Let all ranks leave, or wait until another rank lets them, and leave.
@@ -244,9 +283,9 @@ class Watch(Oversight):
         with contextlib.suppress(dist.DistError):  # The store is gone, too.
             if store is not None:
                 if is_first:
-                    store.set(OVER, "")
+                    store.set(OVER, f"{self._secrets[self.rank]}\n")
                 else:
-                    _wait_until(lambda: store.check([OVER]))
+                    _wait_until(lambda: self._read(store, OVER) is not None)
                     code = self._code_of_another(store)
                 store.set(f"{LEFT}/{self.rank}", "")
                 if self._has_store:
@@ -258,7 +297,8 @@ class Watch(Oversight):
 
     def _leave_if_over(self, store: dist.Store) -> None:
         """Leave if another rank has let all ranks leave and no thread of this one is ending it."""
-        if store.check([OVER]) and self._ending.acquire(blocking=False):
+        is_over = self._read(store, OVER) is not None
+        if is_over and self._ending.acquire(blocking=False):
             self._leave_all(CRASH, is_first=False)
 
     def _code_of_another(self, store: dist.Store) -> int:
@@ -268,7 +308,10 @@ class Watch(Oversight):
         rank that said why, the others leave with 0. On another machine the first rank has the exit
         code of the run, and repeats the reason for the report of torchrun there.
         """
-        _, code, host, text = store.get(REASON).decode(errors="replace").split("\n", 3)
+        reason = self._read(store, REASON)
+        if reason is None:
+            return CRASH
+        _, code, host, text = reason.split("\n", 3)
         if int(code) and host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
             write_error_file(text)
             return int(code)
@@ -293,7 +336,7 @@ class Watch(Oversight):
                 looked = time.monotonic()
                 try:
                     self._leave_if_over(self._store)
-                    if self._store.check([STOP]):
+                    if self._read(self._store, STOP) is not None:
                         self.requested = True
                 except dist.DistError:  # The main thread will notice, and knows more.
                     self._store = None
@@ -355,4 +398,4 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             stream.flush()
-    os._exit(code)
+    _exit(code)
