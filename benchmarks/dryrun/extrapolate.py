@@ -8,23 +8,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
 from benchmarks.dryrun.kinds import BASE, END, MIDDLE, START
 from minirl.base.errors import UserError
-from minirl.config.policy import Checkpointing, PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.model import build
 from minirl.model.freeze import patterns_of
-from minirl.plan.cards import Card
 from minirl.plan.costs import Cost, CostModel, Training
-from minirl.plan.plan import Plan, assemble, training_of
-from minirl.plan.sizes import ModelSizes
-from minirl.plan.workload import Workload
 
 
 def layer_counts(config: PretrainedConfig) -> tuple[int, int]:
@@ -71,35 +66,6 @@ def _period(kinds: list[str] | None) -> int:
         if all(kinds[i] == kinds[i - period] for i in range(period, len(kinds))):
             return period
     return len(kinds)
-
-
-def plan_by_dry_run(
-    workload: Workload,
-    sizes: Mapping[str, ModelSizes],
-    card: Card,
-    gpus_per_node: int,
-    checkpointing: Checkpointing,
-) -> Plan:
-    """Return the plan of a run from dry runs of its models, with images left out.
-
-    Args:
-        workload: what the run does. Patterns of `lora.targets` must not name layers.
-        sizes: of its models, by the names of their roles.
-        card: the GPUs.
-        gpus_per_node: how many of them are linked.
-        checkpointing: of activations: off, selective or full.
-
-    Raises:
-        UserError: there is no C++ compiler, or a dry run fails.
-    """
-    trained = {}
-    for role in workload.roles:
-        config = CONFIG_MAPPING[role.model["model_type"]].from_dict(dict(role.model))
-        size = sizes[role.name]
-        training = training_of(workload, role, size, card, gpus_per_node, checkpointing)
-        trained[role.name] = (training, config)
-    costs = dict(zip(trained, dry_costs(list(trained.values())), strict=True))
-    return assemble(workload, sizes, costs, card, checkpointing)
 
 
 def dry_costs(trained: list[tuple[Training, PretrainedConfig]]) -> list[Cost]:
