@@ -207,7 +207,7 @@ def test_guided_tokens_stay_outside_the_loss(ended):
 
 
 def test_the_table_of_frameworks_is_what_is_tested(modes):
-    text = (ROOT / "minirl" / "rollout" / "README.md").read_text()
+    text = (ROOT / "minirl" / "endpoint" / "README.md").read_text()
     table = text.partition("| framework | works |")[2].partition("\n\n")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
     assert rows == list(modes)
