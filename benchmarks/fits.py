@@ -1,6 +1,6 @@
 """Which models fit which GPUs, with which settings, by the planner's formulas.
 
-    python benchmarks/fits.py            # the tables of configs/README.md
+    python benchmarks/fits.py            # the tables of minirl/plan/README.md
 
 The job is GRPO on 64 prompts of up to 512 tokens with 8 answers of up to 2,048 each.
 """
@@ -16,7 +16,6 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RolloutConfig
 from minirl.config.validate import resolve_lengths
 from minirl.plan import advice, cards
-from minirl.plan.plan import GIB
 from minirl.plan.workload import Lengths, rl_workload
 
 # (GPUs, of which card, a node's)
@@ -129,58 +128,34 @@ def best(name: str, machine: str, trained: str = "all") -> advice.Advice | None:
     return advised[0] if advised else None
 
 
-def row(name: str, machine: str) -> str:
-    """Return a row of the table: the fastest settings that fit."""
-    found = best(name, machine)
-    if found is None:
-        return f"| {name} | {machine} | does not fit | | | |"
-    return f"| {name} | {machine} | {_cells(found)} |"
-
-
-def row_with_adapters(name: str, machine: str, trained: str) -> str:
-    """Return a row of the second table, with what training all weights would need there."""
+def cell(name: str, machine: str, trained: str = "all") -> str:
+    """Return the seconds of a step with the fastest settings that fit, and their flags."""
     found = best(name, machine, trained)
-    cells = _cells(found) if found else "does not fit | | |"
-    whole = best(name, machine)
-    in_full = "does not fit"
-    if whole:
-        in_full = f"{_seconds(whole)} s{' with ' if whole.flags else ''}{_flags(whole)}"
-    return f"| {name} | {machine} | {trained} | {cells} | {in_full} |"
+    if found is None:
+        return "-"
+    seconds = f"{found.plan.step_seconds:.0f}"
+    return f"{seconds} `{found.flags}`" if found.flags else seconds
 
 
-def _cells(found: advice.Advice) -> str:
-    plan = found.plan
-    gib = f"{plan.memory[plan.largest] / GIB:.0f} of {plan.limit / GIB:.0f}"
-    return f"{_flags(found)} | {plan.checkpointing} | {gib} | {_seconds(found)}"
-
-
-def _flags(found: advice.Advice) -> str:
-    return f"`{found.flags}`" if found.flags else ""
-
-
-def _seconds(found: advice.Advice) -> str:
-    return f"{found.plan.step_seconds:.0f}"
+def row(*cells: str) -> str:
+    """Return a row of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
 
 
 def table() -> str:
-    """Return the first table of configs/README.md."""
-    rows = [
-        "| model | GPUs | flags | `auto` checkpointing | GiB a GPU | s a step |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return the first table: models, and the machines that all of them are tried on."""
+    rows = [row("model", *FOR_ALL), "|---" * (1 + len(FOR_ALL)) + "|"]
     for name in MODELS:
-        rows += [row(name, machine) for machine in FOR_ALL]
+        rows.append(row(name, *(cell(name, machine) for machine in FOR_ALL)))
     return "\n".join(rows)
 
 
 def table_of_adapters() -> str:
-    """Return the second table."""
-    rows = [
-        "| model | GPUs | adapters | flags | `auto` checkpointing | GiB a GPU | s a step "
-        "| all weights, there |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    rows += [row_with_adapters(*case) for case in ADAPTED]
+    """Return the second table: adapters, and all weights on the same machine."""
+    rows = [row("model", "GPUs", "adapters", "s a step", "all weights"), "|---" * 5 + "|"]
+    for name, machine, trained in ADAPTED:
+        adapted = cell(name, machine, trained)
+        rows.append(row(name, machine, trained, adapted, cell(name, machine)))
     return "\n".join(rows)
 
 

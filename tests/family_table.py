@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import test_families
 import test_rollout
+import tiny
 from composition import parameters
 from minirl.model.families import FAMILIES
 from sweep import PAGE
@@ -52,17 +53,26 @@ def why_not(family: str, heading: str) -> str:
     return ""
 
 
+def kind_of(family: str) -> str:
+    """Return what its models are."""
+    if family in tiny.READ_IMAGES:
+        return "with images"
+    return "mixtures" if FAMILIES[family].experts else "dense"
+
+
 def make_table() -> str:
-    """Return the table in Markdown, with a row for all families of the same marks."""
+    """Return the table in Markdown, with a row for all families of one kind with the same marks."""
     found = tested()
     by_marks = defaultdict(list)
     for family in FAMILIES:
         marks = (
             "✓" if (family, heading) in found else why_not(family, heading) for heading in HEADINGS
         )
-        by_marks[tuple(marks)].append(family)
-    rows = [(", ".join(families), *marks) for marks, families in by_marks.items()]
-    lines = [("families", *HEADINGS), ("---",) * (len(HEADINGS) + 1), *rows]
+        by_marks[kind_of(family), *marks].append(family)
+    rows = [
+        (kind, ", ".join(families), *marks) for (kind, *marks), families in sorted(by_marks.items())
+    ]
+    lines = [("kind", "families", *HEADINGS), ("---",) * (len(HEADINGS) + 2), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

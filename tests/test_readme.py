@@ -505,13 +505,7 @@ def test_the_first_page_is_short_and_has_its_pictures():
     assert 0 < (ROOT / picture).stat().st_size < 100_000
 
 
-def test_the_families_are_those_of_the_code():
-    page = (ROOT / "minirl" / "README.md").read_text()
-    listed = re.findall(
-        r"^\| (?:dense|mixtures of experts|with images) \| (.*) \|$", page, re.MULTILINE
-    )
-    families = [family for row in listed for family in row.split(", ")]
-    assert sorted(families) == sorted(FAMILIES)
+def test_the_first_page_counts_the_families():
     assert f"{len(FAMILIES)} families" in README.read_text()
 
 
