@@ -73,8 +73,8 @@ def export_in_the_background(mesh, folder, run, dtype):
     export_plainly(policy, run / "plain", SMALL_FILE_GB)
     export_plainly(policy, run / "plain whole", 4.0)
     exporter = Exporter(mesh)
-    begin, write = threading.Event(), exporter._write
-    exporter._write = lambda *args: begin.wait() and write(*args)
+    begin, write = threading.Event(), exporting.write_files_of_rank
+    exporting.write_files_of_rank = lambda *args: begin.wait() and write(*args)
     received = count_received(mesh)
 
     exporter.start(policy, run / "exported", max_file_gb=SMALL_FILE_GB)
@@ -84,7 +84,6 @@ def export_in_the_background(mesh, folder, run, dtype):
     begin.set()
     exporter.wait()
     assert (run / "exported").exists()
-    assert exporter.background_seconds > 0
 
     policy = Policy(PolicyConfig(dtype=dtype), folder, mesh)
     exporting.export(policy, run / "whole")

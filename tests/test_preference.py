@@ -250,14 +250,14 @@ def step(mesh, folder, budget, sequence, score):
 def pack_apart(pair, device):
     from minirl.batch import packing
 
-    share = packing._sequences
-    packing._sequences = lambda rows, share: [
+    lay_out = packing._lay_out
+    packing._lay_out = lambda rows, layout: [
         packing.Sequence(t, 0, len(t.tokens) - 1) for t in rows
     ]
     try:
         return pack(pair, device, pairs=True)
     finally:
-        packing._sequences = share
+        packing._lay_out = lay_out
 
 
 MESHES = {

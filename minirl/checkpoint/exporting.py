@@ -6,7 +6,6 @@ programs of `commands.py`.
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -198,9 +197,7 @@ class Exporter:
         self.mesh = mesh
         self.thread = ThreadPoolExecutor(1, "export")
         self.folder = Path()  # Of the export under way.
-        self.pending: Future[float] | None = None  # Seconds of this rank's write.
-        # How long the slowest ranks have written, in exports that were waited for.
-        self.background_seconds = 0.0
+        self.pending: Future[None] | None = None
 
     def start(
         self,
@@ -247,13 +244,7 @@ class Exporter:
             partial.mkdir(parents=True)
 
         self._on_rank_0(make_folder)
-        self.pending = self.thread.submit(self._write, plan, partial, read)
-
-    def _write(self, plan: FolderPlan, partial: Path, read: Reader) -> float:
-        """Write what falls to this rank, in the thread. Return the seconds that it took."""
-        began = time.perf_counter()
-        write_files_of_rank(plan, partial, self.mesh.rank, read)
-        return time.perf_counter() - began
+        self.pending = self.thread.submit(write_files_of_rank, plan, partial, self.mesh.rank, read)
 
     def wait(self) -> None:
         """Wait for the export under way, and give its folder its name. Collective.
@@ -266,11 +257,8 @@ class Exporter:
         if pending is None:
             return
         error = pending.exception()  # when the thread has ended
-        seconds = 0.0 if error else pending.result()
-        by_rank = self.mesh.gather((describe_failure(error, self.mesh.rank), seconds))
-        partial = partial_of(self.folder)
-        require_written(self.folder, partial, [failure for failure, _ in by_rank])
-        self.background_seconds += max(seconds for _, seconds in by_rank)
+        failures = self.mesh.gather(describe_failure(error, self.mesh.rank))
+        require_written(self.folder, partial_of(self.folder), failures)
         self._on_rank_0(lambda: publish_folder(self.folder))
 
     def _on_rank_0(self, change: Callable[[], None]) -> None:

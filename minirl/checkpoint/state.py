@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import random
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +63,6 @@ class Saver(contextlib.AbstractContextManager):
         step: the step of the newest checkpoint, finished or under way.
         best: what best.json says; None: nothing.
         pending: the write in the background.
-        background_seconds: how long writes have taken there, of those that were waited for.
     """
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy):
@@ -83,8 +81,7 @@ class Saver(contextlib.AbstractContextManager):
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.pending: Future[float] | None = None
-        self.background_seconds = 0.0
+        self.pending: Future[None] | None = None
 
     def save(self, step: int, progress: dict) -> Path:
         """Save the state after `step` finished steps.
@@ -162,9 +159,8 @@ class Saver(contextlib.AbstractContextManager):
         write_model: Callable[[], object],
         partial: Path,
         final: Path,
-    ) -> float:
-        """Write, and rename when all ranks have. Return the seconds that it took."""
-        began = time.perf_counter()
+    ) -> None:
+        """Write, and rename when all ranks have."""
         failures = []
         try:
             write()  # ends on each rank when all have written, or one has failed
@@ -197,7 +193,6 @@ class Saver(contextlib.AbstractContextManager):
             failures = [attempt(publish, 0)]
         dist.broadcast_object_list(failures, group=self.group)
         require_written(final, partial, failures)
-        return time.perf_counter() - began
 
     def _rotate(self) -> None:
         """Delete checkpoints beyond the newest and the best, and what was left half written."""
@@ -237,7 +232,7 @@ class Saver(contextlib.AbstractContextManager):
         pending = self.pending
         self.pending = None
         if pending:
-            self.background_seconds += pending.result()
+            pending.result()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Wait for the checkpoint under way, also when the run fails.
