@@ -500,7 +500,8 @@ CASES = {
         1,
         ["--algo.advantage", "USER:estimate"],
         2,
-        ["user.py:estimate must return 4 finite numbers, a tensor [N]; it raised SystemExit: 0"],
+        ["user.py:estimate must return 4 finite numbers, a tensor [N], when it is called as f(rew"]
+        + ["it raised SystemExit: 0"],
     ),
     "an environment cancels": (1, env("Cancels"), 2, ["Cancels.step raised CancelledError: mine"]),
     "an environment times": (1, env("Times"), 2, ["Times.step raised TimeoutError: mine"]),
