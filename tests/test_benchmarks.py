@@ -113,7 +113,7 @@ SHOWN = {
     "attention": ["2 sequences, 8 tokens", "packed # ms", "padded # ms", "dense # ms # x packed"],
     "images": ["2 rows in"],
     "supervised": [f"{name} # tokens per CPU-second" for name in ("SFT", "DPO", "RM")],
-    "refit": ["all_to_all # # # #", "all_gather # # # #", "full gather # # # #", "wire torch."],
+    "refit": ["refit # # # #", "full gather # # # #", "wire torch."],
     "step": ["backward # CPU-s # %", "all # CPU-s 100.00 %", "backward: # % refit: # %"],
     "rollout": ["async #, at most", "idle time #, at most", "CPU time #, at least 0.95"],
     "long": ["2 ring # # # # #"],

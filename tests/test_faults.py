@@ -643,14 +643,16 @@ def test_limits_are_by_the_clock_of_the_process():
 
 
 STOPPED = """
-import sys, time
+import os, signal, sys, time
 from minirl.supervise.watch import Watch
 
 watch = Watch()
 watch.listen()
 with watch.limit(float(sys.argv[1]), lambda: "too slow"):
-    print("limited", flush=True)
     end = time.monotonic() + float(sys.argv[2])
+    print("limited", flush=True)
+    if sys.argv[3] == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
     while time.monotonic() < end:
         time.sleep(0.05)
 print("done", flush=True)
@@ -660,11 +662,11 @@ print("done", flush=True)
 @pytest.mark.parametrize(("seconds", "of_work", "code"), [(3, 6, 0), (1, 60, 2)])
 def test_a_limit_does_not_count_the_time_in_which_the_process_is_stopped(seconds, of_work, code):
     """The block needs longer than its limit, and is stopped for most of the time, or is not."""
-    command = [sys.executable, "-c", STOPPED, str(seconds), str(of_work)]
+    stops = "stops" if code == 0 else "runs"
+    command = [sys.executable, "-c", STOPPED, str(seconds), str(of_work), stops]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "limited\n"
     if code == 0:
-        process.send_signal(signal.SIGSTOP)
         time.sleep(5)
         process.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=60)
