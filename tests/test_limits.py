@@ -306,8 +306,9 @@ def test_images_are_refused_before_they_are_decoded(monkeypatch):
 
     monkeypatch.setattr(Image.Image, "convert", decoded)
     bomb = huge_png(13_000, 13_000)
-    before = resident()
     with serving() as world:
+        post(world, showing("data:,AAAA"))  # The first request imports what it needs.
+        before = resident()
         reply = post(world, showing(bomb))
         assert reply.status_code == 400 and "reads none" in reply.json()["error"]["message"]
     with serving(vision=Reads()) as world:
