@@ -19,7 +19,7 @@ def narrow(experts: np.ndarray, num_experts: int) -> np.ndarray:
     return experts.astype(np.uint8 if num_experts <= 256 else np.int16)
 
 
-def extended(routes: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:
+def extended(routes: np.ndarray | None, longer: np.ndarray) -> np.ndarray:
     """Return the routes of a sequence with those of tokens that had none.
 
     A token keeps its first route, which the log-prob of the next token was computed by: a later
@@ -29,8 +29,8 @@ def extended(routes: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray
         routes: routes of the beginning of a sequence; None: there are none.
         longer: routes of a later request, from the first token of the sequence on.
     """
-    if routes is None or longer is None:
-        return longer if routes is None else routes
+    if routes is None:
+        return longer
     return np.concatenate([routes, longer[len(routes) :]])
 
 

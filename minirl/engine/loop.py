@@ -327,7 +327,8 @@ class EngineLoop:
             done.versions += [self.version] * len(output.tokens)
             done.guided += output.guided
             done.top += output.top
-            done.routes = extended(done.routes, output.routes)
+            if output.routes is not None:
+                done.routes = extended(done.routes, output.routes)
             if request.on_tokens:
                 request.on_tokens()
             if output.finish_reason:

@@ -214,6 +214,8 @@ def packed_forward(
     entropy_gradient: bool = False,
     *,
     tp: TensorParallel | None,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of its distribution.
 
@@ -225,6 +227,8 @@ def packed_forward(
         batch: T packed rows.
         entropy_gradient: the entropy has a gradient.
         tp: tensor parallelism of the model.
+        scale: the family multiplies logits by it.
+        softcap: bound of the logits; None: they have none.
 
     Returns:
         Both [T], 0 where the target is not in the loss.
@@ -232,7 +236,6 @@ def packed_forward(
     hidden = last_hidden(self, batch, tp)
     if tp:
         hidden = tp.gather_tokens(hidden)
-    scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
     logprobs, entropy = logprob_entropy(
         hidden.squeeze(0).index_select(0, batch.loss_rows),
         fsdp.local(self.lm_head.weight),
@@ -328,8 +331,13 @@ def build_model(
         loading.share_base(model, base)
     with errors_of_all(mesh):  # each rank reads its own part
         _fill(model, cfg, folder, mesh)
-    forward = score_forward if score else packed_forward
-    model.forward = functools.partial(forward, model, tp=tp)
+    if score:
+        model.forward = functools.partial(score_forward, model, tp=tp)
+    else:
+        scale, softcap = families.FAMILIES[config.model_type].head(config)
+        model.forward = functools.partial(
+            packed_forward, model, tp=tp, scale=scale, softcap=softcap
+        )
     return model
 
 
