@@ -1,6 +1,7 @@
 """How programs start: flags and mistakes are answered before anything slow is imported, every
 setting has its sentence, and what ends a run is the last thing on the screen."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import tiny
@@ -281,3 +283,31 @@ def test_the_quickstart_refuses_a_mistake_on_several_machines_together(monkeypat
     with pytest.raises(SystemExit) as stop:
         cli.run(RLConfig, "minirl.rl:Trainer.main")
     assert stop.value.code == 0 and "".join(capsys.readouterr()) == ""
+
+
+FAILING_TEST = """
+import sys
+from pathlib import Path
+import psutil
+from programs import Running
+
+def test_that_does_not_come_to_its_end(tmp_path):
+    sleeps = "import subprocess; subprocess.run(['sleep', '60'])"
+    running = Running([sys.executable, "-c", sleeps], tmp_path / "log")
+    running.wait_for(lambda: psutil.Process(running.process.pid).children(), 60)
+    Path("started").write_text(" ".join(str(p.pid) for p in psutil.Process().children(True)))
+    assert False, "as it were"
+"""
+
+
+def test_what_a_failed_test_has_started_ends_with_it(tmp_path):
+    (tmp_path / "test_failing.py").write_text(FAILING_TEST)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "test_failing.py"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "1 failed" in ended.stdout and "as it were" in ended.stdout, ended.stdout
+    started = (tmp_path / "started").read_text().split()
+    assert len(started) == 2
+    for pid in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
