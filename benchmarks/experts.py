@@ -15,7 +15,7 @@ TFLOPS = 400.0  # Reached.
 LINK_GB = 450.0  # GB/s in one direction inside a node.
 NETWORK_GB = 50.0  # The same between nodes, for each GPU.
 PER_NODE = 8
-NODES = (1, 4, 8)
+NODES = (1, 8)
 GB = 1e9
 
 

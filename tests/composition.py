@@ -3,8 +3,8 @@ minirl/parallel/README.md.
 
     python tests/composition.py --write     # put the table into that page
 
-A cell is filled if some test runs both together and compares with one process, with a full gather,
-or bit by bit with another run.
+A test counts if it runs both together and compares with one process, with a full gather, or bit by
+bit with another run.
 """
 
 import itertools
@@ -204,20 +204,14 @@ def optimizer_cases() -> Iterator[set[str]]:
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """The pairs without a test, in Markdown: a row for each feature that lacks one with another."""
     together = {frozenset(pair) for case in cases() for pair in itertools.combinations(case, 2)}
-    numbers = [str(number) for number in range(1, len(FEATURES) + 1)]
-    lines = [f"| | {' | '.join(numbers)} |", "|---" * (len(FEATURES) + 1) + "|"]
-    for number, row in zip(numbers, FEATURES, strict=True):
-        cells = [mark(row, column, together) for column in FEATURES]
-        lines.append(f"| {number} {row} | " + " | ".join(cells) + " |")
+    lines = ["| feature | no test together with |", "|---|---|"]
+    for row in FEATURES:
+        others = [name for name in FEATURES if name != row]
+        if missing := [name for name in others if frozenset((row, name)) not in together]:
+            lines.append(f"| {row} | {', '.join(missing)} |")
     return "\n".join(lines) + "\n"
-
-
-def mark(row: str, column: str, together: set[frozenset[str]]) -> str:
-    if row == column:
-        return "•"
-    return "✓" if frozenset((row, column)) in together else ""
 
 
 def inside(page: str) -> str:
