@@ -36,7 +36,7 @@ from minirl.rewards.http import RemoteReward
 from minirl.run.metrics import Health
 from minirl.run.trainer import BaseTrainer
 from minirl.supervise import watch
-from minirl.supervise.faults import explain
+from minirl.supervise.lifecycle import explain
 from minirl.supervise.watch import Watch
 from nodes import Job, Node
 from programs import Ended, fork

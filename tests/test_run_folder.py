@@ -39,7 +39,7 @@ from minirl.model import scratch
 from minirl.rollout import records
 from minirl.run import inputs, log
 from minirl.run.results import truncate
-from minirl.supervise.faults import explain
+from minirl.supervise.lifecycle import explain
 from minirl.supervise.watch import Watch
 from minirl.types.packed import Trajectory
 from programs import ROOT, fork
@@ -947,7 +947,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_with_room(tmp_path):
 def test_a_folder_that_is_gone_is_one_message(tmp_path):
     said, elsewhere, console = ranks(1, log_until_gone, tmp_path / "run")[0]
     assert "rank 0 in phase start: a file cannot be written: [Errno 2] No such file" in said
-    assert "run') is gone, or a part of it" in said and "Traceback" not in console
+    assert "bring the folder back if it was removed" in said and "Traceback" not in console
     assert elsewhere is None  # not of the run's folder: a bug, with its traceback
 
 

@@ -6,10 +6,15 @@ limits and never looks at them.
 """
 
 import contextlib
+import faulthandler
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+TICK_SECONDS = 0.25  # A supervisor looks at the limits so often,
+GRACE_SECONDS = 5.0  # and on a loaded machine so much later.
 
 
 @dataclass(eq=False)
@@ -39,6 +44,10 @@ class Oversight:
     def __init__(self) -> None:
         self.clock = 0.0
         self.limits: list[Limit] = []
+        self.arming = threading.Lock()
+        # When faulthandler ends this process, by time.monotonic(); infinity: never. Minus infinity:
+        # no limit may change it.
+        self.armed_until = -math.inf
         self.requested = False
         self.can_save = False
         self.phase: Callable[[], str] = lambda: "start"
@@ -56,10 +65,24 @@ class Oversight:
         """
         limit = Limit(seconds, describe, self.clock + seconds)
         self.limits.append(limit)
+        with self.arming:  # Before the block, which may keep Python's lock from its start.
+            self.arm(limit)
         try:
             yield limit
         finally:
             self.limits.remove(limit)
+
+    def arm(self, limit: Limit) -> None:
+        """Set faulthandler's timer for a limit, unless it is set for an earlier one.
+
+        Code that keeps Python's global lock stops all threads. The timer needs no lock: it prints
+        all stacks and ends the process. It counts the time in which the process is stopped by
+        SIGSTOP, too, so it is set to twice the time.
+        """
+        seconds = limit.deadline - self.clock + max(GRACE_SECONDS, limit.seconds)
+        if time.monotonic() + seconds < self.armed_until:
+            self.armed_until = time.monotonic() + seconds
+            faulthandler.dump_traceback_later(max(seconds, TICK_SECONDS), exit=True, file=2)
 
     def renew(self, limit: Limit) -> None:
         """Start the time of a limit again, now."""

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -34,13 +34,11 @@ import torch.distributed as dist
 
 from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE, write_error_file
 from minirl.base.log import printable, restore_streams, say
-from minirl.base.oversight import Limit, Oversight
+from minirl.base.oversight import TICK_SECONDS, Limit, Oversight
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 LOOK_SECONDS = 1.0  # The store is looked at so often.
-TICK_SECONDS = 0.25  # Time limits are looked at so often.
-GRACE_SECONDS = 5.0  # For the thread that looks at limits: a loaded machine is slow.
 SECONDS_TO_RECORD = 10.0  # For summary and curves of a run that fails.
 SECONDS_TO_LEAVE = 20.0  # For the other ranks to see that the run ends.
 SECONDS_TO_END = 180.0  # For all that this rank does from a limit that is over to its exit.
@@ -88,8 +86,6 @@ class Watch(Oversight):
         self._secrets = [""]  # Of all ranks, in rank order.
         self._has_store = False  # The store is in this process and ends with it.
         self._sources = selectors.DefaultSelector()  # Of signals, and of the ends of other ranks.
-        self._arming = threading.Lock()
-        self._armed_until = -math.inf  # When faulthandler ends this process; infinity: never.
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
         self._ending = threading.Lock()  # Kept by the one thread that ends this process.
@@ -149,54 +145,29 @@ class Watch(Oversight):
                     self._end_without(*gone[0])
                 time.sleep(0.01)
 
-    # ----------------------------------------------------------------------------------------------
-    # time limits
-
-    @contextlib.contextmanager
-    def limit(self, seconds: float, describe: Callable[[], str]) -> Iterator[Limit]:
-        """End the run if the block takes longer, as `Oversight.limit` says."""
-        with super().limit(seconds, describe) as limit:
-            with self._arming:  # Before the block, which may keep Python's lock from its start.
-                self._arm(limit)
-            yield limit
-
     def _look_at_limits(self) -> None:
         """Look at the limits until one is over, and end the run then."""
         before = time.monotonic()
-        while True:
+        over: list[Limit] = []
+        while not over:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
             self.clock += min(now - before, 2 * TICK_SECONDS)  # More: the process was stopped.
             before = now
-            with self._arming:
+            with self.arming:
                 faulthandler.cancel_dump_traceback_later()
-                self._armed_until = math.inf
-                for limit in self.limits.copy():
-                    self._arm(limit)
-            for limit in self.limits.copy():
-                if self.clock > limit.deadline:
-                    with self._arming:
-                        self._armed_until = -math.inf  # No other limit ends the end.
+                self.armed_until = math.inf
+                limits = self.limits.copy()
+                for limit in limits:
+                    self.arm(limit)
+                over = [limit for limit in limits if self.clock > limit.deadline]
+                if over:
+                    self.armed_until = -math.inf  # No other limit ends the end.
                     faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
-                    self._end_over_limit(limit)
-
-    def _arm(self, limit: Limit) -> None:
-        """Set faulthandler's timer for a limit, unless it is set for an earlier one.
-
-        Code that keeps Python's global lock stops all threads. The timer needs no lock: it prints
-        all stacks and ends the process. It counts the time in which the process is stopped by
-        SIGSTOP, too, so it is set to twice the time.
-        """
-        seconds = limit.deadline - self.clock + max(GRACE_SECONDS, limit.seconds)
-        if time.monotonic() + seconds < self._armed_until:
-            self._armed_until = time.monotonic() + seconds
-            faulthandler.dump_traceback_later(max(seconds, TICK_SECONDS), exit=True, file=2)
-
-    def _end_over_limit(self, limit: Limit) -> NoReturn:
-        frame = sys._current_frames().get(limit.thread)
+        frame = sys._current_frames().get(over[0].thread)
         stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame else ["  (it has ended)"]
         self.end_all(
-            f"error: rank {self.rank}: {limit.describe()}\nIt stands in phase {self.phase()}, "
+            f"error: rank {self.rank}: {over[0].describe()}\nIt stands in phase {self.phase()}, "
             f"stack:\n{''.join(stack).rstrip()}",
             BAD_INPUT,
         )
@@ -275,24 +246,35 @@ class Watch(Oversight):
     def _leave_all(self, code: int, *, is_first: bool) -> NoReturn:
         """Let all ranks leave, or wait until another rank lets them, and leave.
 
+        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
+        rank that said why, the others leave with 0. On another machine the first rank has the exit
+        code of the run, and repeats the reason for the report of torchrun there.
+
         Args:
             code: the exit code of this rank. Another rank's reason has another one.
             is_first: this rank has said why the run ends.
         """
         store = self._store
         with contextlib.suppress(dist.DistError):  # The store is gone, too.
-            if store is not None:
-                if is_first:
-                    store.set(OVER, f"{self._secrets[self.rank]}\n")
-                else:
-                    _wait_until(lambda: self._read(store, OVER) is not None)
-                    code = self._code_of_another(store)
-                store.set(f"{LEFT}/{self.rank}", "")
-                if self._has_store:
-                    # A rank that finds the store gone would not know why the run ends.
-                    gone = [rank for rank, _ in self._gone()]
-                    others = [rank for rank in range(self.world_size) if rank not in gone]
-                    _wait_until(lambda: store.check([f"{LEFT}/{rank}" for rank in others]))
+            if store is None:
+                leave(code)
+            if is_first:
+                store.set(OVER, f"{self._secrets[self.rank]}\n")
+            else:
+                _wait_until(lambda: self._read(store, OVER) is not None)
+                reason = self._read(store, REASON)
+                code = CRASH if reason is None else DONE
+                if reason is not None and os.environ.get("LOCAL_RANK") == "0":
+                    _, number, host, text = reason.split("\n", 3)
+                    if int(number) and host != socket.gethostname():
+                        write_error_file(text)
+                        code = int(number)
+            store.set(f"{LEFT}/{self.rank}", "")
+            if self._has_store:
+                # A rank that finds the store gone would not know why the run ends.
+                gone = [rank for rank, _ in self._gone()]
+                others = [rank for rank in range(self.world_size) if rank not in gone]
+                _wait_until(lambda: store.check([f"{LEFT}/{rank}" for rank in others]))
         leave(code)
 
     def _leave_if_over(self, store: dist.Store) -> None:
@@ -300,22 +282,6 @@ class Watch(Oversight):
         is_over = self._read(store, OVER) is not None
         if is_over and self._ending.acquire(blocking=False):
             self._leave_all(CRASH, is_first=False)
-
-    def _code_of_another(self, store: dist.Store) -> int:
-        """Return the exit code of a rank that leaves because another one has said why.
-
-        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
-        rank that said why, the others leave with 0. On another machine the first rank has the exit
-        code of the run, and repeats the reason for the report of torchrun there.
-        """
-        reason = self._read(store, REASON)
-        if reason is None:
-            return CRASH
-        _, code, host, text = reason.split("\n", 3)
-        if int(code) and host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
-            write_error_file(text)
-            return int(code)
-        return DONE
 
     # ----------------------------------------------------------------------------------------------
     # the thread that waits for signals and for other ranks
