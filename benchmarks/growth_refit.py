@@ -30,7 +30,7 @@ from minirl.config.rl import RefitConfig
 from minirl.model import families
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region
-from minirl.refit.plan import Bucket, Grid, Planner, one_of_each_layout
+from minirl.refit.plan import Bucket, Grid, Planner
 from minirl.refit.record import EnginePart, Recorder, Wanted, join, wanted_by_name
 from minirl.refit.refit import Refit
 
@@ -246,15 +246,18 @@ class ImaginedMesh(Mesh):
     wanted: list[dict[str, list[Wanted]]]  # By rank of an engine.
 
     def gather(self, value: Any) -> list:
-        """Return regions of all ranks, or digests, of which only it counts whether they differ."""
+        """Return regions of all ranks, or digests, of which only it counts whether they differ.
+
+        There is a region for each layout, of which each shape has one.
+        """
         tp = len(self.wanted)
         if isinstance(value, str):
             own = self.rank % tp
             return [value if r % tp == own else str(r % tp) for r in range(self.world_size)]
         of_shard = []
         for shard in range(self.num_shards):
-            regions = {n: fsdp_region(self.shapes[n], self.num_shards, shard) for n in value}
-            of_shard.append(regions)
+            layouts = dict.fromkeys(self.shapes.values())
+            of_shard.append([fsdp_region(shape, self.num_shards, shard) for shape in layouts])
         found = [of_shard[rank % self.num_shards] for rank in range(self.world_size)]
         assert found[self.rank] == value
         return found
@@ -279,16 +282,14 @@ def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int
 
     def plan() -> int:
         """Plan as `Refit` does when it knows what others say; return the number of copies."""
-        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        layout_of = one_of_each_layout(weights)
         num_shards = world // replicas
         grids = {}
-        for first in dict.fromkeys(layout_of.values()):
-            regions = [fsdp_region(shapes[first], num_shards, i) for i in range(num_shards)]
-            grids[first] = Grid(regions * replicas)
+        for shape in dict.fromkeys(shapes.values()):
+            regions = [fsdp_region(shape, num_shards, i) for i in range(num_shards)]
+            grids[shape] = Grid(regions * replicas)
         planner = Planner(
             world // 2,
-            {name: grids[first] for name, first in layout_of.items()},
+            {name: grids[shape] for name, shape in shapes.items()},
             wanted,
             [rank % tp for rank in range(world)],
             RefitConfig().bucket_mb * MIB,

@@ -20,6 +20,7 @@ from benchmarks.dryrun.pretend import compiler
 from minirl.parallel.regions import CheckpointSlice, Region, intersect, view_of
 from minirl.refit.plan import Grid, Planner, cut, find_sender
 from minirl.refit.record import Recorder, join, wanted_by_name
+from minirl.refit.refit import in_buffer, in_tensor
 from programs import ROOT
 
 EXPERTS = 4
@@ -249,9 +250,9 @@ def carry_out(world, shards):
                 shard = shards[rank][name]
                 targets = world.targets(rank, name)
                 for copy in bucket.local:
-                    copy.in_tensor(targets[copy.part]).copy_(copy.in_buffer(shard))
+                    in_tensor(copy, targets[copy.part]).copy_(in_buffer(copy, shard))
                 for copy in bucket.pack:
-                    copy.in_buffer(buffer, i).copy_(copy.in_tensor(shard))
+                    in_buffer(copy, buffer, i).copy_(in_tensor(copy, shard))
             buffers.append(buffer.split(bucket.num_out))
         for rank, bucket in enumerate(buckets):
             rows = [buffer[rank] for buffer in buffers]
@@ -260,7 +261,7 @@ def carry_out(world, shards):
             for i, name in enumerate(bucket.names):
                 targets = world.targets(rank, name)
                 for copy in bucket.unpack:
-                    copy.in_tensor(targets[copy.part]).copy_(copy.in_buffer(incoming, i))
+                    in_tensor(copy, targets[copy.part]).copy_(in_buffer(copy, incoming, i))
 
 
 @pytest.mark.parametrize("bucket_bytes", [700, 10**6])

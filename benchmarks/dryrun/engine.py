@@ -30,7 +30,9 @@ class RefitMesh(Mesh):
 
     def gather(self, value: object) -> list:
         """Return what all ranks would say: their own regions, or else what this one says."""
-        return self.regions if value == self.regions[0] else [value] * self.world_size
+        if value == list(self.regions[0].values()):
+            return [list(regions.values()) for regions in self.regions]
+        return [value] * self.world_size
 
 
 class PretendedEngine:

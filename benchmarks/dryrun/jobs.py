@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -48,7 +49,6 @@ from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
 from minirl.plan.cards import CARDS, Card
 from minirl.plan.workload import Load, LossName
-from minirl.refit.plan import one_of_each_layout
 from minirl.refit.refit import Refit
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import ImageBatch, ImageSpan, Trajectory
@@ -400,8 +400,12 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
     """Refit an engine whose ranks all have whole weights, while the optimizer's state sleeps."""
     assert job.refit
     shards = policy.shards()
-    firsts = {name: shards[name] for name in one_of_each_layout(shards).values()}
-    regions = regions_of_all_ranks(firsts, job.world_size, job.parallel)
+    firsts: dict[Any, str] = {}  # The first weight of each layout: the regions of these travel.
+    for name, p in shards.items():
+        layout = (p.shape, p.placements, p.device_mesh) if isinstance(p, DTensor) else p.shape
+        firsts.setdefault(layout, name)
+    of_layouts = {name: shards[name] for name in firsts.values()}
+    regions = regions_of_all_ranks(of_layouts, job.world_size, job.parallel)
     mesh = RefitMesh(**vars(policy.mesh), regions=regions)
     dtype = getattr(torch, policy.cfg.dtype.replace("float64", "float32"))
     with policy.timer.phase("refit"):

@@ -8,6 +8,7 @@ same matrix of all layers, are one `Kind`. They are planned once and travel toge
 
 import itertools
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from minirl.parallel.regions import Region, intersect
-from minirl.refit.record import Wanted
+from minirl.base.errors import require
+from minirl.engine.engine import RolloutEngine
+from minirl.parallel.mesh import Mesh
+from minirl.parallel.regions import Region, intersect, regions_of_ranks
+from minirl.refit.record import Wanted, runs
 
 # --------------------------------------------------------------------------------------------------
 # how shards lie on the ranks
@@ -27,7 +30,7 @@ from minirl.refit.record import Wanted
 class Grid:
     """The shards of a weight: the cells of a grid, each held by one rank or more."""
 
-    def __init__(self, regions: list[Region]):
+    def __init__(self, regions: Sequence[Region]):
         """Find the cells.
 
         Args:
@@ -82,21 +85,15 @@ def find_sender(holders: tuple[int, ...], receiver: int, world_size: int) -> int
     return holders[receiver * len(holders) // world_size]
 
 
-def one_of_each_layout(shards: dict[str, Tensor]) -> dict[str, str]:
-    """Return for each weight the name of the first one that is sharded in the same way.
-
-    Weights of one shape and placement lie alike on every rank, so that a grid is needed only once
-    for, say, the same matrix of all layers.
-    """
-    first_by_layout: dict[tuple, str] = {}
-    first_by_name = {}
-    for name, shard in shards.items():
-        layout: tuple = (tuple(shard.shape),)
-        if isinstance(shard, DTensor):
-            mesh = shard.device_mesh
-            layout += (tuple(shard.placements), mesh.mesh_dim_names, tuple(mesh.shape))
-        first_by_name[name] = first_by_layout.setdefault(layout, name)
-    return first_by_name
+def make_grids(shards: dict[str, Tensor], mesh: Mesh) -> dict[str, Grid]:
+    """Return the grid of each weight; weights that are sharded alike share one. Collective."""
+    grids: dict[tuple[Region, ...], Grid] = {}
+    by_name = {}
+    for name, regions in zip(shards, regions_of_ranks(list(shards.values()), mesh), strict=True):
+        if regions not in grids:
+            grids[regions] = Grid(regions)
+        by_name[name] = grids[regions]
+    return by_name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,42 +109,26 @@ class Kind(NamedTuple):
     names: list[str]
 
 
-def wire_dtypes(wanted: list[dict[str, list[Wanted]]]) -> dict[str, torch.dtype]:
-    """Return the dtype that each weight has in the engine, which is also that on the wire.
-
-    A router's correction may be wider than the other weights.
-
-    Args:
-        wanted: what the engines of each class want, by the name of the weight.
-
-    Raises:
-        NotImplementedError: parts of one weight are wanted in more than one dtype.
-    """
-    dtypes: dict[str, torch.dtype] = {}
-    for wanted_by_name in wanted:
-        for name, parts in wanted_by_name.items():
-            for part in parts:
-                if dtypes.setdefault(name, part.dtype) != part.dtype:
-                    raise NotImplementedError(
-                        f"the engine keeps parts of {name} in more than one dtype"
-                    )
-    return dtypes
-
-
 def find_kinds(grids: dict[str, Grid], wanted: list[dict[str, list[Wanted]]]) -> list[Kind]:
     """Return the kinds of weights, in an order that is the same on all ranks.
 
     Args:
         grids: the grid of each weight. Weights that are sharded alike share one.
         wanted: what the engines of each class want, by the name of the weight.
+
+    Raises:
+        NotImplementedError: parts of one weight are wanted in more than one dtype.
     """
-    dtypes = wire_dtypes(wanted)
     kinds: dict[tuple, Kind] = {}
     for name, grid in grids.items():
-        if name not in dtypes:
-            continue  # The engines have no place for it, and need none.
         by_class = tuple(tuple(wanted_by_name.get(name, ())) for wanted_by_name in wanted)
-        kind = kinds.setdefault((id(grid), by_class), Kind(grid, by_class, dtypes[name], []))
+        # A router's correction may be wider than the other weights.
+        dtypes = {part.dtype for part in itertools.chain(*by_class)}
+        if not dtypes:
+            continue  # The engines have no place for it, and need none.
+        if len(dtypes) > 1:
+            raise NotImplementedError(f"the engine keeps parts of {name} in more than one dtype")
+        kind = kinds.setdefault((id(grid), by_class), Kind(grid, by_class, dtypes.pop(), []))
         kind.names.append(name)
     return list(kinds.values())
 
@@ -195,7 +176,7 @@ def cut(kind: Kind, limit: int) -> tuple[list[Region], int]:
 class Copy(NamedTuple):
     """A block of elements in a tensor, and in a buffer. Offsets and strides are in elements.
 
-    The tensor is this rank's shard of a weight, or a part of its engine.
+    The tensor is this rank's shard of a weight, or a part of its engine. `Refit` carries it out.
     """
 
     part: int  # Which of the parts of the engine that the weight fills; 0 for a shard.
@@ -205,15 +186,6 @@ class Copy(NamedTuple):
     slot: int  # In the buffer, for the first weight of a bucket.
     slot_strides: tuple[int, ...]
     step: int = 0  # From there to the slot of the bucket's next weight.
-
-    def in_tensor(self, t: Tensor) -> Tensor:
-        """Return the block in the tensor."""
-        return t.as_strided(self.size, self.strides, int(t.storage_offset()) + self.offset)
-
-    def in_buffer(self, buffer: Tensor, weight: int = 0) -> Tensor:
-        """Return the block in the buffer; `weight` is its number in the bucket."""
-        slot = int(buffer.storage_offset()) + self.slot + weight * self.step
-        return buffer.as_strided(self.size, self.slot_strides, slot)
 
 
 class Bucket(NamedTuple):
@@ -232,7 +204,7 @@ class Piece(NamedTuple):
     """A region of a weight that travels to or from another rank."""
 
     peer: int
-    part: int  # Which of the parts that the receiver's engine wants of the weight.
+    part: int  # Which of the parts of this rank's engine that the weight fills; 0 for its shard.
     region: Region
 
 
@@ -307,10 +279,10 @@ class Planner:
             sender = find_sender(holders, receiver, self.world_size)
             if receiver == self.rank or sender != self.rank:
                 continue
-            for i, wanted in enumerate(kind.wanted[engine_class]):
+            for wanted in kind.wanted[engine_class]:
                 common = intersect(wanted.region, held)
                 if common:
-                    yield Piece(receiver, i, common)
+                    yield Piece(receiver, 0, common)
 
     def _plan_bucket(
         self, kind: Kind, names: list[str], window: Region, *, is_first: bool
@@ -318,86 +290,64 @@ class Planner:
         """Plan a window of some weights of a kind; `is_first`: it is the first of each weight."""
         wanted = kind.wanted[self.class_of[self.rank]]
         shard = kind.grid.regions[self.rank]
-        shard_strides = contiguous_strides(shard.size)
+        shard_strides = _contiguous_strides(shard.size)
         local = []
         for i, part in enumerate(wanted if is_first else ()):
             common = intersect(part.region, shard)
             if common:
-                offset = _offset_in(part.region, part.strides, common)
-                source = _offset_in(shard, shard_strides, common)
+                offset = _offset_in(part.region, part.strides, common.offset)
+                source = _offset_in(shard, shard_strides, common.offset)
                 local.append(Copy(i, common.size, offset, part.strides, source, shard_strides))
 
-        pack = []
         sent = list(self.sent(kind, window))
-        num_out = self._numel_by_rank(sent)
-        for piece, slot in _slots(sent, num_out, len(names)):
-            offset = _offset_in(shard, shard_strides, piece.region)
-            size = piece.region.size
-            strides = contiguous_strides(size)
-            step = num_out[piece.peer]
-            pack.append(Copy(0, size, offset, shard_strides, slot, strides, step))
-
-        unpack = []
+        num_out, pack = self._travel(sent, [(shard, shard_strides)], len(names))
         received = list(self.received(kind, window))
-        num_in = self._numel_by_rank(received)
-        for piece, slot in _slots(received, num_in, len(names)):
-            part = wanted[piece.part]
-            offset = _offset_in(part.region, part.strides, piece.region)
-            size = piece.region.size
-            strides = contiguous_strides(size)
-            step = num_in[piece.peer]
-            unpack.append(Copy(piece.part, size, offset, part.strides, slot, strides, step))
+        parts = [(part.region, part.strides) for part in wanted]
+        num_in, unpack = self._travel(received, parts, len(names))
+        return Bucket(names, kind.dtype, num_out, num_in, local, pack, unpack)
 
-        return Bucket(
-            names,
-            kind.dtype,
-            num_out=[num * len(names) for num in num_out],
-            num_in=[num * len(names) for num in num_in],
-            local=local,
-            pack=merge(pack),
-            unpack=merge(unpack),
-        )
+    def _travel(
+        self,
+        pieces: list[Piece],
+        parts: list[tuple[Region, tuple[int, ...]]],
+        num_weights: int,
+    ) -> tuple[list[int], list[Copy]]:
+        """Plan the copies between a buffer and what it is packed from, or unpacked to.
 
-    def _numel_by_rank(self, pieces: list[Piece]) -> list[int]:
-        numel = [0] * self.world_size
+        A buffer holds what is for one rank after the other, for each rank weight by weight, and of
+        each weight its pieces in the order that both ends derive.
+
+        Args:
+            pieces: the pieces of one weight.
+            parts: what the tensor of each part holds, and its strides.
+            num_weights: number of weights in the bucket.
+
+        Returns:
+            The elements of all weights for each rank, and the copies of the first weight.
+        """
+        numel = [0] * self.world_size  # Of one weight.
         for piece in pieces:
             numel[piece.peer] += math.prod(piece.region.size)
-        return numel
+        num_elements = [num * num_weights for num in numel]
+        slots = list(itertools.accumulate(num_elements, initial=0))
+        copies = []
+        for peer, part, (offset, size) in pieces:
+            outer, strides = parts[part]
+            place = _offset_in(outer, strides, offset)
+            packed = _contiguous_strides(size)
+            copies.append(Copy(part, size, place, strides, slots[peer], packed, numel[peer]))
+            slots[peer] += math.prod(size)
+        return num_elements, merge(copies)
 
 
-def contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides = []
-    stride = 1
-    for length in reversed(size):
-        strides.append(stride)
-        stride *= length
-    return tuple(reversed(strides))
+def _contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
 
 
-def _offset_in(outer: Region, strides: tuple[int, ...], inner: Region) -> int:
-    """Return where a region begins in a tensor that holds the region `outer` with such strides."""
-    offset = 0
-    for stride, start, first in zip(strides, inner.offset, outer.offset, strict=True):
-        offset += stride * (start - first)
-    return offset
-
-
-def _slots(pieces: list[Piece], numel: list[int], num_weights: int) -> Iterator[tuple[Piece, int]]:
-    """Yield each piece of a bucket's first weight with its place in the buffer.
-
-    A buffer holds what is for one rank after the other, for each rank weight by weight, and of each
-    weight its pieces in the order that both ends derive.
-
-    Args:
-        pieces: the pieces of one weight.
-        numel: elements of one weight to or from each rank.
-        num_weights: number of weights in the bucket.
-    """
-    slots = list(itertools.accumulate((num * num_weights for num in numel), initial=0))
-    for piece in pieces:
-        yield piece, slots[piece.peer]
-        slots[piece.peer] += math.prod(piece.region.size)
+def _offset_in(outer: Region, strides: tuple[int, ...], place: tuple[int, ...]) -> int:
+    """Return where a place of a weight lies in a tensor that holds the region `outer` of it."""
+    distance = map(operator.sub, place, outer.offset)
+    return sum(map(operator.mul, strides, distance))
 
 
 def merge(copies: list[Copy]) -> list[Copy]:
@@ -408,40 +358,57 @@ def merge(copies: list[Copy]) -> list[Copy]:
     number of copies does not grow with the number of ranks.
     """
     while True:
-        groups: dict[tuple, list[Copy]] = defaultdict(list)
-        for copy in copies:
-            alike = copy.part, copy.size, copy.strides, copy.slot_strides, copy.step
-            groups[alike].append(copy)
         merged: list[Copy] = []
-        for group in groups.values():
-            group.sort(key=lambda copy: copy.slot)
-            while group:
-                length = _run_length(group)
-                merged.append(_as_one(group[:length]))
-                group = group[length:]
+        for run in runs(
+            copies,
+            alike=lambda copy: (copy.part, copy.size, copy.strides, copy.slot_strides, copy.step),
+            place=lambda copy: (copy.slot, copy.offset),
+            may_begin=lambda _, distance: distance[1] >= 0,  # A tensor has no negative strides.
+        ):
+            first = run[0]
+            if len(run) > 1:
+                first = first._replace(
+                    size=(len(run), *first.size),
+                    strides=(run[1].offset - first.offset, *first.strides),
+                    slot_strides=(run[1].slot - first.slot, *first.slot_strides),
+                )
+            merged.append(first)
         if len(merged) == len(copies):
             return merged
         copies = merged
 
 
-def _run_length(copies: Sequence[Copy]) -> int:
-    """Return how many of the first copies are equally far apart."""
-    if len(copies) < 2 or copies[1].offset < copies[0].offset:
-        return 1  # A tensor has no negative strides.
-    distances = []
-    for a, b in itertools.pairwise(copies):
-        distances.append((b.offset - a.offset, b.slot - a.slot))
-        if distances[-1] != distances[0]:
-            return len(distances)
-    return len(copies)
+def check_nothing_lost(
+    shards: dict[str, Tensor], wanted: list[dict[str, list[Wanted]]], engine: RolloutEngine
+) -> None:
+    """Refuse a plan by which elements of a weight go to no engine.
 
+    The engine would sample from another model than the one that is trained: some of vLLM's
+    loaders skip weights for which their model has no parameter. (A tied head is no weight of
+    its own, and an engine that is sent no sound has no tower for it.)
 
-def _as_one(run: list[Copy]) -> Copy:
-    first = run[0]
-    if len(run) == 1:
-        return first
-    return first._replace(
-        size=(len(run), *first.size),
-        strides=(run[1].offset - first.offset, *first.strides),
-        slot_strides=(run[1].slot - first.slot, *first.slot_strides),
+    Args:
+        shards: the trainer's weights.
+        wanted: what the engines of each class want; the classes together are all ranks.
+        engine: this rank's engine.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    regions: dict[str, set[Region]] = defaultdict(set)
+    for wanted_of_class in wanted:
+        for name, parts in wanted_of_class.items():
+            regions[name].update(part.region for part in parts)
+    left_out = engine.vision.left_out if engine.vision else ()
+    lost = []
+    for name, shard in shards.items():
+        arriving = sum(math.prod(region.size) for region in regions[name])
+        if arriving < shard.numel() and not name.startswith(left_out):
+            lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
+    require(
+        not lost,
+        f"policy.model: the engine, {engine.model_class}, has no place for {len(lost)} trained "
+        f"weights, {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}: it would sample from another "
+        "model; take one without them (config.json decides, as by attention_bias), or a version of "
+        "vLLM that has them",
     )

@@ -6,15 +6,19 @@ parameter, so that no table per architecture is needed.
 """
 
 import itertools
-import math
-from collections import defaultdict
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minirl.parallel.regions import Region
+from minirl.base.errors import UserError, require
+from minirl.engine.engine import NamedTensors, RolloutEngine
+from minirl.parallel.regions import CheckpointSlice, Region
+
+Item = TypeVar("Item")
 
 
 class Wanted(NamedTuple):
@@ -31,10 +35,6 @@ class EnginePart(NamedTuple):
     name: str
     region: Region
     target: Tensor  # The part of the engine, with the dimensions of the weight.
-
-    def numel(self) -> int:
-        """Return the number of its elements."""
-        return math.prod(self.region.size)
 
 
 def wanted_by_name(parts: list[EnginePart]) -> dict[str, list[Wanted]]:
@@ -61,8 +61,14 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.clone.default and self._name(args[0]):
             # A copy, such as a transposed view made contiguous, has the same elements.
             return torch.ops.aten.alias.default(args[0])
-        if func is torch.ops.aten.zero_.default and self._name(args[0]):
-            return self._set_to_zero(args[0])
+        if func is torch.ops.aten.zero_.default and (name := self._name(args[0])):
+            # A bias that is added on one tensor-parallel rank is set to 0 by the loaders of others.
+            if args[0].numel() != self.weights[name].numel():
+                raise NotImplementedError(
+                    f"the engine's loader sets a part of {name} to 0, which a refit cannot plan"
+                )
+            self.zeroed.add(name)
+            return args[0]
         if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
             return func(*args, **(kwargs or {}))
         target = args[0]
@@ -83,18 +89,64 @@ class Recorder(TorchDispatchMode):
         """Return the name of the weight that a tensor is a view of."""
         return self.name_of.get(t.untyped_storage()._cdata) if t.is_meta else None
 
-    def _set_to_zero(self, t: Tensor) -> Tensor:
-        """Remember that a weight, whole, is 0 from here on.
 
-        A bias that is added on one tensor-parallel rank is set to 0 by the loaders of the others.
-        """
-        name = self.name_of[t.untyped_storage()._cdata]
-        if t.numel() != self.weights[name].numel():
-            raise NotImplementedError(
-                f"the engine's loader sets a part of {name} to 0, which a refit cannot plan"
-            )
-        self.zeroed.add(name)
-        return t
+def record_loader(
+    engine: RolloutEngine, shards: dict[str, Tensor], slices: dict[str, list[CheckpointSlice]]
+) -> tuple[list[EnginePart], list[Tensor]]:
+    """Record what the engine's loader does with the trainer's weights.
+
+    It gets the weights of the checkpoint's files, each a view of one of the trainer's: one expert's
+    matrix is a region of the fused tensor. Rows of the engine that only make the vocabulary
+    divisible are set to 0 here.
+
+    Args:
+        engine: the engine to fill.
+        shards: the trainer's weights by its names.
+        slices: what each of them is in a checkpoint's files.
+
+    Returns:
+        The parts of this engine that weights fill, and those that are 0, because another rank of
+        the engine has the values.
+
+    Raises:
+        UserError: the loader refuses the weights, or a part of the engine would keep its random
+            start, because none fills it.
+        NotImplementedError: the loader does something that cannot be planned.
+    """
+    weights = {name: torch.empty(p.shape, device="meta") for name, p in shards.items()}
+    offered = list(in_files(slices, weights.items()))
+    recorder = Recorder(weights)
+    try:
+        with recorder:
+            engine.load_weights(offered)
+    except (KeyError, ValueError) as error:  # what vLLM's loaders raise for an unknown name
+        raise UserError(
+            f"policy.model: the loader of the engine, {engine.model_class}, refuses the "
+            f"trained weights: {error}; take a model that vLLM knows, or another version of it"
+        ) from error
+    covered: Counter[int] = Counter()
+    for target in [*recorder.zeros, *(part.target for part in recorder.parts)]:
+        covered[target.untyped_storage()._cdata] += target.numel()
+    padding = engine.padding()
+    for name, parameter in engine.parameters().items():
+        filled = covered[parameter.untyped_storage()._cdata]
+        num_padding = padding.get(name, 0)
+        require(
+            filled == parameter.numel() - num_padding,
+            f"policy.model: a refit would fill {filled} of the {parameter.numel()} elements of the "
+            f"engine's {name} ({num_padding} are padding): {engine.model_class} has weights that "
+            "the trained model has not; take another model or version of vLLM",
+        )
+        if num_padding:
+            parameter[-num_padding // parameter.shape[1] :].zero_()
+    return join(recorder.parts), recorder.zeros
+
+
+def in_files(slices: dict[str, list[CheckpointSlice]], weights: NamedTensors) -> NamedTensors:
+    """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
+    for name, weight in weights:
+        for part in slices[name]:
+            yield part.name, part.of(weight)
 
 
 def _to_part(name: str, weight: Tensor, view: Tensor, target: Tensor) -> EnginePart:
@@ -139,59 +191,81 @@ def join(parts: list[EnginePart]) -> list[EnginePart]:
     A loader copies the experts of a layer one by one, though they lie next to each other both in
     the trainer's fused weight and in the engine's: they become one part.
     """
-    num_dims = max((len(part.region.size) for part in parts), default=0)
-    for axis in range(num_dims):
-        groups: dict[tuple, list[EnginePart]] = defaultdict(list)
-        for number, part in enumerate(parts):
-            groups[_alike_but_for(axis, part, number)].append(part)
-        parts = []
-        for group in groups.values():
-            if len(group) > 1:
-                group.sort(key=lambda part: part.region.offset[axis])
-            while group:
-                length = _num_neighbours(axis, group)
-                parts.append(_as_one(axis, group[:length]))
-                group = group[length:]
-    return parts
+    by_name: dict[str, list[EnginePart]] = defaultdict(list)
+    for part in parts:
+        by_name[part.name].append(part)
+    joined = []
+    for group in by_name.values():
+        for axis in range(len(group[0].region.size)):
+            group = _join_along(axis, group)
+        joined += group
+    return joined
 
 
-def _alike_but_for(axis: int, part: EnginePart, number: int) -> tuple:
-    """Return a key that is equal for parts that differ in their place along one axis alone."""
-    offset, size = part.region
-    if axis >= len(size):
-        return (number,)
-    target = part.target
-    other_strides = target.stride()[:axis] + target.stride()[axis + 1 :]
-    storage = target.untyped_storage()._cdata
-    return part.name, offset[:axis], offset[axis + 1 :], size, other_strides, storage
+def _join_along(axis: int, parts: list[EnginePart]) -> list[EnginePart]:
+    """Join parts of one weight that are neighbours along an axis."""
+
+    def alike(part: EnginePart) -> Hashable:
+        offset, size = part.region
+        strides = part.target.stride()
+        storage = part.target.untyped_storage()._cdata
+        others = offset[:axis], offset[axis + 1 :], strides[:axis], strides[axis + 1 :]
+        return size, storage, others
+
+    def touch(part: EnginePart, distance: tuple[int, int]) -> bool:
+        in_weight, in_engine = distance
+        length = part.region.size[axis]
+        is_next = in_weight == length and in_engine > 0
+        return is_next and (length == 1 or in_engine == length * part.target.stride(axis))
+
+    joined = []
+    for run in runs(
+        parts,
+        alike,
+        place=lambda part: (part.region.offset[axis], int(part.target.storage_offset())),
+        may_begin=touch,
+    ):
+        name, region, target = run[0]
+        if len(run) > 1:
+            size = list(region.size)
+            strides = list(target.stride())
+            distance = int(run[1].target.storage_offset()) - int(target.storage_offset())
+            strides[axis] = distance // size[axis]
+            size[axis] *= len(run)
+            region = Region(region.offset, tuple(size))
+            target = target.as_strided(size, strides)
+        joined.append(EnginePart(name, region, target))
+    return joined
 
 
-def _num_neighbours(axis: int, group: list[EnginePart]) -> int:
-    """Return how many of the first parts are neighbours along an axis.
+def runs(
+    items: Iterable[Item],
+    alike: Callable[[Item], Hashable],
+    place: Callable[[Item], tuple[int, int]],
+    may_begin: Callable[[Item, tuple[int, int]], bool],
+) -> Iterator[list[Item]]:
+    """Divide items into runs of alike ones that are equally far apart, and yield each run.
 
-    Each has the same distance to the next, in the weight (the length of one) and in the engine.
+    Args:
+        items: items that lie in two spaces, such as a weight and the engine.
+        alike: returns what is equal for items that may be in one run.
+        place: returns the place of an item in either space.
+        may_begin: returns whether a run may begin with an item, and the next one so far from it.
     """
-    step = 0
-    for number, (a, b) in enumerate(itertools.pairwise(group), start=1):
-        length = a.region.size[axis]
-        distance = int(b.target.storage_offset()) - int(a.target.storage_offset())
-        fits = b.region.offset[axis] - a.region.offset[axis] == length and distance > 0
-        fits &= length == 1 or distance == length * a.target.stride(axis)
-        if not fits or (number > 1 and distance != step):
-            return number
-        step = distance
-    return len(group)
-
-
-def _as_one(axis: int, run: list[EnginePart]) -> EnginePart:
-    """Return one part for a run of neighbours."""
-    first = run[0]
-    if len(run) == 1:
-        return first
-    step = int(run[1].target.storage_offset()) - int(first.target.storage_offset())
-    size = list(first.region.size)
-    strides = list(first.target.stride())
-    strides[axis] = step // size[axis]
-    size[axis] *= len(run)
-    target = first.target.as_strided(size, strides)
-    return EnginePart(first.name, Region(first.region.offset, tuple(size)), target)
+    groups: dict[Hashable, list[Item]] = defaultdict(list)
+    for item in items:
+        groups[alike(item)].append(item)
+    for group in groups.values():
+        group.sort(key=place)
+        run = group[:1]
+        step = None  # From one item of the run to the next.
+        for a, b in itertools.pairwise(group):
+            begin, end = place(a), place(b)
+            distance = (end[0] - begin[0], end[1] - begin[1])
+            fits = distance == step if step else may_begin(a, distance)
+            if not fits:
+                yield run
+                run = []
+            step = distance if fits else None
+            run.append(b)
+        yield run

@@ -11,8 +11,7 @@
 
 import hashlib
 import itertools
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -21,32 +20,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import require
 from minirl.config.rl import RefitConfig
 from minirl.engine.engine import NamedTensors, RolloutEngine
 from minirl.parallel.fsdp import local
-from minirl.parallel.regions import CheckpointSlice, Region, local_region
-from minirl.refit.plan import Bucket, Grid, Planner, one_of_each_layout, wire_dtypes
-from minirl.refit.record import EnginePart, Recorder, Wanted, join, wanted_by_name
+from minirl.parallel.regions import CheckpointSlice
+from minirl.refit.plan import Bucket, Copy, Planner, check_nothing_lost, make_grids
+from minirl.refit.record import in_files, record_loader, wanted_by_name
 
 
 class _InFlight(NamedTuple):
     """A bucket on the wire."""
 
     bucket: Bucket
-    send_buffer: Tensor
+    send_buffer: Tensor  # Held until it has been sent.
     receive_buffer: Tensor
     work: dist.Work
-
-    @property
-    def num_bytes(self) -> int:
-        return self.send_buffer.nbytes + self.receive_buffer.nbytes
 
 
 class Refit:
     """Moves the policy's weights into the engine, at each call the current ones.
 
     Made once per policy and engine. Building and calling are collective.
+
+    Attributes:
+        bytes_received: what this rank receives in a call.
+        peak_bytes: size of the buffers that are there at once, at most.
     """
 
     def __init__(
@@ -81,10 +80,7 @@ class Refit:
         self.mesh = engine.mesh
         self.read = read or (lambda: shards)
         self.check = check
-        self.bytes_received = 0  # This rank's, in the last call.
-        self.peak_bytes = 0  # Size of the buffers of the last call.
-        parts, self.zeros = self._record()
-        self._check_coverage(parts)
+        parts, self.zeros = record_loader(engine, shards, slices)
         self.targets: dict[str, list[Tensor]] = defaultdict(list)  # What each weight fills.
         for part in parts:
             self.targets[part.name].append(part.target)
@@ -97,105 +93,17 @@ class Refit:
         if len(classes) > 1:
             firsts = [digests.index(digest) for digest in classes]
             wanted = [self.mesh.broadcast(wanted[0], rank) for rank in firsts]
-        self._check_nothing_lost(wanted)
-        dtypes = wire_dtypes(wanted)
+        check_nothing_lost(shards, wanted, engine)
+        grids = make_grids(shards, self.mesh)
+        planner = Planner(self.mesh.rank, grids, wanted, class_of, cfg.bucket_mb * 2**20)
         # On the wire, by name, in the same order on all ranks.
-        self.dtypes = {name: dtypes[name] for name in shards if name in dtypes}
-        bucket_bytes = cfg.bucket_mb * 2**20
-        grids = self._make_grids()
-        planner = Planner(self.mesh.rank, grids, wanted, class_of, bucket_bytes)
+        self.dtypes = {name: kind.dtype for kind in planner.kinds for name in kind.names}
         self.buckets = planner.plan()
-
-    # ----------------------------------------------------------------------------------------------
-    # record
-
-    def _record(self) -> tuple[list[EnginePart], list[Tensor]]:
-        """Return the parts of this engine that weights fill, and those that are 0.
-
-        A part is 0 if another rank of the engine has the values. The loader gets the weights of the
-        checkpoint's files, each a view of one of the trainer's: one expert's matrix is a region of
-        the fused tensor.
-        """
-        weights = {name: torch.empty(p.shape, device="meta") for name, p in self.shards.items()}
-        in_files = list(self._in_files(weights.items()))
-        recorder = Recorder(weights)
-        try:
-            with recorder:
-                self.engine.load_weights(in_files)
-        except (KeyError, ValueError) as error:  # what vLLM's loaders raise for an unknown name
-            raise UserError(
-                f"policy.model: the loader of the engine, {self.engine.model_class}, refuses the "
-                f"trained weights: {error}; take a model that vLLM knows, or another version of it"
-            ) from error
-        return join(recorder.parts), recorder.zeros
-
-    def _in_files(self, weights: NamedTensors) -> NamedTensors:
-        """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
-        for name, weight in weights:
-            for part in self.slices[name]:
-                yield part.name, part.of(weight)
-
-    def _check_coverage(self, parts: list[EnginePart]) -> None:
-        """Raise UserError unless a refit writes every element of every engine parameter.
-
-        One that it does not write would keep its random start. Rows that only make the vocabulary
-        divisible are set to 0 here.
-        """
-        covered: Counter[int] = Counter()
-        for part in parts:
-            covered[part.target.untyped_storage()._cdata] += part.numel()
-        for target in self.zeros:
-            covered[target.untyped_storage()._cdata] += target.numel()
-        padding = self.engine.padding()
-        for name, parameter in self.engine.parameters().items():
-            filled = covered[parameter.untyped_storage()._cdata]
-            num_padding = padding.get(name, 0)
-            require(
-                filled == parameter.numel() - num_padding,
-                f"policy.model: a refit would fill {filled} of the {parameter.numel()} elements of "
-                f"the engine's {name} ({num_padding} are padding), and leave the others as they "
-                f"are: {self.engine.model_class} has weights that the trained model has not; take "
-                "another model or version of vLLM",
-            )
-            if num_padding:
-                parameter[-num_padding // parameter.shape[1] :].zero_()
-
-    def _check_nothing_lost(self, wanted: list[dict[str, list[Wanted]]]) -> None:
-        """Raise UserError, on all ranks, if elements of a weight go to no engine.
-
-        The engine would sample from another model than the one that is trained: some of vLLM's
-        loaders skip weights for which their model has no parameter. (A tied head is no weight of
-        its own, and an engine that is sent no sound has no tower for it.) `wanted`: what the
-        engines of each class want; the classes together are all ranks.
-        """
-        regions: dict[str, set[Region]] = defaultdict(set)
-        for wanted_of_class in wanted:
-            for name, parts in wanted_of_class.items():
-                regions[name].update(part.region for part in parts)
-        left_out = self.engine.vision.left_out if self.engine.vision else ()
-        lost = []
-        for name, shard in self.shards.items():
-            arriving = sum(math.prod(region.size) for region in regions[name])
-            if arriving < shard.numel() and not name.startswith(left_out):
-                lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
-        require(
-            not lost,
-            f"policy.model: the engine, {self.engine.model_class}, has no place for "
-            f"{len(lost)} trained weights, {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}: it "
-            "would sample from another model than the one that is trained; take a model without "
-            "them (config.json decides, as by attention_bias), or a version of vLLM that has them",
-        )
-
-    def _make_grids(self) -> dict[str, Grid]:
-        """Return the grid of each weight; weights that are sharded alike share one. Collective."""
-        first_by_name = one_of_each_layout(self.shards)
-        firsts = dict.fromkeys(first_by_name.values())
-        by_rank = self.mesh.gather({name: local_region(self.shards[name]) for name in firsts})
-        grids = {first: Grid([regions[first] for regions in by_rank]) for first in firsts}
-        return {name: grids[first] for name, first in first_by_name.items()}
-
-    # ----------------------------------------------------------------------------------------------
-    # run
+        received = [sum(bucket.num_in) * bucket.dtype.itemsize for bucket in self.buckets]
+        sent = [sum(bucket.num_out) * bucket.dtype.itemsize for bucket in self.buckets]
+        buffers = [0, *map(sum, zip(received, sent, strict=True))]
+        self.bytes_received = sum(received)
+        self.peak_bytes = max(map(sum, itertools.pairwise(buffers)), default=0)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -204,24 +112,18 @@ class Refit:
         Raises:
             UserError: with `check`, if an engine differs from a full gather; on all ranks.
         """
-        self.bytes_received = 0
-        self.peak_bytes = 0
-        before: _InFlight | None = None
         weights = self.read()
         for target in self.zeros:
             target.zero_()
+        before: _InFlight | None = None
         for bucket in self.buckets:
             shards = [local(weights[name]).contiguous() for name in bucket.names]
-            started = None
-            if self.mesh.world_size > 1:
-                started = self._start(bucket, shards)
-                num_bytes = started.num_bytes + (before.num_bytes if before else 0)
-                self.peak_bytes = max(self.peak_bytes, num_bytes)
+            started = self._start(bucket, shards) if self.mesh.world_size > 1 else None
             copies = []  # Need no wire.
             for name, shard in zip(bucket.names, shards, strict=True):
                 for copy in bucket.local:
-                    target = copy.in_tensor(self.targets[name][copy.part])
-                    copies.append((target, copy.in_buffer(shard)))
+                    target = in_tensor(copy, self.targets[name][copy.part])
+                    copies.append((target, in_buffer(copy, shard)))
             _copy_all(copies)
             del shards, copies  # Merged weights are copies: only one bucket's are there at a time.
             if before:
@@ -240,10 +142,9 @@ class Refit:
         copies = []
         for i, shard in enumerate(shards):
             for copy in bucket.pack:
-                copies.append((copy.in_buffer(send_buffer, i), copy.in_tensor(shard)))
+                copies.append((in_buffer(copy, send_buffer, i), in_tensor(copy, shard)))
         _copy_all(copies)
         work = dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out, async_op=True)
-        self.bytes_received += receive_buffer.nbytes
         return _InFlight(bucket, send_buffer, receive_buffer, work)
 
     def _finish(self, flight: _InFlight) -> None:
@@ -252,8 +153,8 @@ class Refit:
         copies = []
         for i, name in enumerate(flight.bucket.names):
             for copy in flight.bucket.unpack:
-                target = copy.in_tensor(self.targets[name][copy.part])
-                copies.append((target, copy.in_buffer(flight.receive_buffer, i)))
+                target = in_tensor(copy, self.targets[name][copy.part])
+                copies.append((target, in_buffer(copy, flight.receive_buffer, i)))
         _copy_all(copies)
 
     # ----------------------------------------------------------------------------------------------
@@ -279,9 +180,8 @@ class Refit:
         require(
             not bad_ranks,
             f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
-            f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}: they would "
-            "sample from another model than the one that is trained. This is a fault of the refit "
-            f"for {self.engine.model_class}; please report it",
+            f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}. This is a fault "
+            f"of the refit for {self.engine.model_class}; please report it",
         )
 
     def full_gather(self) -> None:
@@ -297,7 +197,18 @@ class Refit:
                 whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
                 yield name, whole.to(dtype)
 
-        self.engine.load_weights(self._in_files(whole_weights()))
+        self.engine.load_weights(in_files(self.slices, whole_weights()))
+
+
+def in_tensor(copy: Copy, t: Tensor) -> Tensor:
+    """Return the block of a copy in the tensor, a shard or a part of the engine."""
+    return t.as_strided(copy.size, copy.strides, int(t.storage_offset()) + copy.offset)
+
+
+def in_buffer(copy: Copy, buffer: Tensor, weight: int = 0) -> Tensor:
+    """Return the block of a copy in the buffer; `weight` is its number in the bucket."""
+    slot = int(buffer.storage_offset()) + copy.slot + weight * copy.step
+    return buffer.as_strided(copy.size, copy.slot_strides, slot)
 
 
 def _copy_all(copies: list[tuple[Tensor, Tensor]]) -> None:
