@@ -237,7 +237,7 @@ def render(
             for_template(messages),
             tokenize=False,
             add_generation_prompt=header,
-            tools=tools,  # type: ignore[arg-type]  # a list of dict is one of dict | Callable
+            tools=tools,
             **(chat_template_kwargs or {}),
         )
     except Exception as error:  # a template is a program: it may raise anything

@@ -391,7 +391,7 @@ def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]
 def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute rotary frequencies and the like, which are in no checkpoint."""
     for p in model.parameters():
-        p._is_hf_initialized = True  # type: ignore[attr-defined]  # or they would be drawn again
+        p._is_hf_initialized = True  # or they would be drawn again
     # A tower is a model with its own rules. It comes after the model that it is in.
     for part in model.modules():
         if isinstance(part, PreTrainedModel):

@@ -104,7 +104,7 @@ def attach(
         _check_layout(module, name, f"{setting}.targets")
         for fused in FUSED:
             _register(module, f"{fused}_", module.get_parameter(fused), adapters, dtype)
-        module.adapters = adapters  # type: ignore[assignment]  # for model/mixture/experts.py
+        module.adapters = adapters  # for model/mixture/experts.py
     if cfg.quantization == "nf4":
         _pack_layers(model, adapters, trained_whole, f"{setting}.quantization")
     return adapters
