@@ -106,11 +106,6 @@ def test_a_switch_of_two_words_takes_a_value_in_either_spelling():
         assert parse_flags(RLConfig, [flag, "true"]).policy.cpu_offload
 
 
-def test_the_command_of_the_page_on_router_replay_parses():
-    """algo/README.md says it so."""
-    assert parse_flags(RLConfig, ["--algo.router-replay", "true"]).algo.router_replay
-
-
 def test_a_value_that_is_no_boolean_is_refused():
     with pytest.raises(UserError, match=r"--rollout.dump = '2' is no boolean; give true or false"):
         parse_flags(RLConfig, ["--rollout.dump=2"])
