@@ -14,7 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from unittest import mock
 
@@ -461,20 +464,34 @@ def env(name: str) -> list[str]:
     return ["--env.name", f"USER:{name}", "--env.timeout-seconds", "1", "--env.on-error", "raise"]
 
 
-# case -> (ranks, flags, exit code, what the one message says)
+# case -> (ranks, flags, exit code, what the one message says). Those that wait longest come first.
 CASES = {
-    "a reward sleeps": (
+    "a rank is stopped": (
         2,
-        [*reward("sleeps"), "--reward.timeout-seconds", "2"],
-        2,
-        ["rank 0: reward.function = ", ":sleeps took longer than reward.timeout_seconds = 2 for "]
-        + ["prompt '", "completion '", "in phase evaluate", "time.sleep(1000"],
+        [*reward("stops"), "--timeout-minutes", "0.2"],
+        1,
+        ["has waited longer than timeout_minutes = 0.2 for the other ranks", "in agree_to_stop"]
+        + ["One of them is stuck or stopped"],
     ),
     "a reward sleeps, and another rank hears late": (
         2,
         [*reward("sleeps_and_another_hears_late"), "--reward.timeout-seconds", "2"],
         2,
         ["rank 0: reward.function = ", "_late took longer than reward.timeout_seconds = 2 for "],
+    ),
+    "the engine hangs": (
+        1,
+        ["--reward.function", "FOLDER/engine.py:good", "--timeout-minutes", "0.1"],
+        2,
+        ["rank 0: a step of the engine takes longer than timeout_minutes = 0.1, with 2 requests"]
+        + ["in phase evaluate", "time.sleep(1000)"],
+    ),
+    "a reward sleeps": (
+        2,
+        [*reward("sleeps"), "--reward.timeout-seconds", "2"],
+        2,
+        ["rank 0: reward.function = ", ":sleeps took longer than reward.timeout_seconds = 2 for "]
+        + ["prompt '", "completion '", "in phase evaluate", "time.sleep(1000"],
     ),
     "a reward exits": (1, reward("exits"), 2, ["raised SystemExit: 0 for prompt"]),
     "a file exits": (
@@ -488,13 +505,6 @@ CASES = {
         [*reward("always"), "--debug.collapse-steps", "1", "--debug.end-on-collapse"],
         2,
         ["step 0: equal rewards for 1 steps: all answers to each prompt earn the same"],
-    ),
-    "the engine hangs": (
-        1,
-        ["--reward.function", "FOLDER/engine.py:good", "--timeout-minutes", "0.1"],
-        2,
-        ["rank 0: a step of the engine takes longer than timeout_minutes = 0.1, with 2 requests"]
-        + ["in phase evaluate", "time.sleep(1000)"],
     ),
     "an estimator exits": (
         1,
@@ -561,13 +571,30 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def ends(request, folder, tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """How the program of each case ends: three at once, because most of them wait."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    chosen = [param["case"] for param in params if "case" in param]
+
+    def end_of(case: str) -> Ended:
+        world, own, _, _ = CASES[case]
+        output = tmp_path_factory.mktemp("case")
+        own = [x.replace("USER", f"{folder}/user.py") for x in own]
+        own = [x.replace("FOLDER", str(folder)) for x in own]
+        given = flags(folder, output / "out", *own)
+        return fork("minirl.rl", given, output / "log", SECONDS, world=world)
+
+    with ThreadPoolExecutor(3) as pool:
+        yield {case: pool.submit(end_of, case) for case in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_it_ends_and_says_why_once(folder, tmp_path, case):
-    world, own, code, texts = CASES[case]
-    own = [flag.replace("USER", f"{folder}/user.py") for flag in own]
-    own = [flag.replace("FOLDER", str(folder)) for flag in own]
-    given = flags(folder, tmp_path / "out", *own)
-    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=world)
+def test_it_ends_and_says_why_once(ends, case):
+    _, _, code, texts = CASES[case]
+    ended = ends[case].result()
     assert ended.code == code, ended.err
     assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
     for text in texts:
@@ -610,16 +637,6 @@ def test_a_reward_that_keeps_the_lock_ends_the_run_with_its_stack(folder, tmp_pa
     assert len(ended.errors()) <= world - 1, ended.err
 
 
-def test_a_rank_that_is_stopped_ends_the_run(folder, tmp_path):
-    """After the time limit of collectives."""
-    given = flags(folder, tmp_path / "out", "--timeout-minutes", 0.2)
-    given += ["--reward.function", f"{folder}/user.py:stops"]
-    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=2)
-    assert ended.code == 1 and len(ended.errors()) == 1, ended.err
-    assert "has waited longer than timeout_minutes = 0.2 for the other ranks" in ended.err
-    assert "One of them is stuck or stopped" in ended.err and "in agree_to_stop" in ended.err
-
-
 def test_limits_are_by_the_clock_of_the_process():
     """What is paused or has ended is not over, and a limit that is renewed begins again."""
     oversight = Oversight()
@@ -659,19 +676,21 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize(("seconds", "of_work", "code"), [(3, 6, 0), (1, 60, 2)])
-def test_a_limit_does_not_count_the_time_in_which_the_process_is_stopped(seconds, of_work, code):
-    """The block needs longer than its limit, and is stopped for most of the time, or is not."""
-    stops = "stops" if code == 0 else "runs"
-    command = [sys.executable, "-c", STOPPED, str(seconds), str(of_work), stops]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "limited\n"
-    if code == 0:
-        time.sleep(5)
-        process.send_signal(signal.SIGCONT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert out == ("done\n" if code == 0 else "") and err.count("too slow") == (code != 0)
+def test_a_limit_does_not_count_the_time_in_which_the_process_is_stopped():
+    """A block needs longer than its limit, and is stopped for most of the time, or is not."""
+    cases = {"stops": (2, 4), "runs": (1, 60)}  # its limit, the seconds that it needs
+    processes = {}
+    for name, seconds in cases.items():
+        command = [sys.executable, "-c", STOPPED, *map(str, seconds), name]
+        processes[name] = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
+    for process in processes.values():
+        assert process.stdout.readline() == "limited\n"
+    time.sleep(3)
+    processes["stops"].send_signal(signal.SIGCONT)
+    out, err = processes["runs"].communicate(timeout=60)
+    assert processes["runs"].returncode == 2 and out == "" and err.count("too slow") == 1, err
+    out, err = processes["stops"].communicate(timeout=60)
+    assert processes["stops"].returncode == 0 and out == "done\n" and "too slow" not in err, err
 
 
 def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):
