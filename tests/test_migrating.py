@@ -133,7 +133,6 @@ def test_every_flag_exists_and_every_row_says_something():
     known = {name for cls in PROGRAMS.values() if cls for name in settings(cls)}
     flags = {f"--{name.replace('_', '-')}" for name in known}
     flags |= {re.sub(r"([\w-]+)$", r"no-\1", flag) for flag in flags} | OTHER_FLAGS
-    flags |= {re.sub(r"^--", "--no-", flag) for flag in flags}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for title, row in EVERYTHING:
         named = re.findall(r"(?<![\w-])--[a-z][\w.-]*", row.ours)
