@@ -4,6 +4,7 @@ the trackers (the real packages, offline). How a whole run ends is in test_progr
 import json
 import signal
 import sqlite3
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -154,10 +155,11 @@ def test_control_characters_are_escaped_on_a_terminal(tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     assert out.count(HARMLESS) == 2 and "\x1b" not in out
 
-    monkeypatch.setattr(watch, "leave", lambda code: None)
+    monkeypatch.setattr(watch, "leave", sys.exit)
     reason = tmp_path / "reason.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reason))
-    watch.Watch().end_all(HOSTILE, 2)
+    with pytest.raises(SystemExit):
+        watch.Watch().end_all(HOSTILE, 2)
     assert HARMLESS in capsys.readouterr().err
     assert json.loads(reason.read_text())["message"]["message"].endswith(HARMLESS)
 

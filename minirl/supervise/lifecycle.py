@@ -240,8 +240,8 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             "`python -m minirl.plan` shows what takes what"
         )
     is_gone = False  # The folder of the run, or one in it.
-    if isinstance(error, FileNotFoundError) and output:
-        folder = os.path.dirname(os.path.abspath(str(error.filename)))
+    if isinstance(error, FileNotFoundError) and error.filename and output:
+        folder = os.path.dirname(os.path.abspath(os.fsdecode(error.filename)))
         is_gone = folder.startswith(os.path.abspath(output)) and not os.path.isdir(folder)
     if is_gone or (isinstance(error, OSError) and error.errno in DISK_FAILURES):
         return (

@@ -255,9 +255,9 @@ class Watch(Oversight):
             is_first: this rank has said why the run ends.
         """
         store = self._store
+        if store is None:
+            leave(code)
         with contextlib.suppress(dist.DistError):  # The store is gone, too.
-            if store is None:
-                leave(code)
             if is_first:
                 store.set(OVER, f"{self._secrets[self.rank]}\n")
             else:
