@@ -92,8 +92,8 @@ import tiny  # noqa: E402
 from minirl.config.policy import PolicyConfig  # noqa: E402
 from minirl.config.rl import RefitConfig  # noqa: E402
 from minirl.config.shared import EngineConfig  # noqa: E402
+from minirl.engine import patches  # noqa: E402
 from minirl.engine.engine import RolloutEngine  # noqa: E402
-from minirl.engine.patches import LatentAttention  # noqa: E402
 from minirl.parallel.mesh import Mesh, join_world  # noqa: E402
 from minirl.refit.refit import Refit  # noqa: E402
 from minirl.train.policy import Policy  # noqa: E402
@@ -126,7 +126,7 @@ class Engine(RolloutEngine):
         self.model_class = type(self.model).__name__
         self.vllm = vllm
         self.llm = types.SimpleNamespace(llm_engine=types.SimpleNamespace(vllm_config=config))
-        self.latent = LatentAttention(self.model)
+        self.latent = patches.latent_layers(self.model)
 
 
 def main(root: Path, families: list[str]) -> None:

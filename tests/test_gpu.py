@@ -644,7 +644,7 @@ def engine_of(llm, timer):
     engine.vision = None
     engine.cfg = EngineConfig(sleep_level=2)
     engine.mesh = SimpleNamespace(barrier=lambda: None)
-    engine.latent = SimpleNamespace(renew=lambda: None)
+    engine.latent = {}
     engine._asleep = False
     timer.unmapped_bytes = engine.unmapped_bytes
     return engine

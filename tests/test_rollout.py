@@ -77,7 +77,7 @@ def test_a_family_that_an_old_engine_cannot_serve_is_refused(tmp_path, monkeypat
 def test_a_family_that_the_cpu_build_cannot_run_is_refused(tmp_path, family):
     folder = tiny.make(tmp_path / "model", family)
     with pytest.raises(UserError, match=f"cannot run {family}: .*; use a GPU"):
-        cpu_build.arguments(EngineConfig(), folder)
+        cpu_build.arguments(EngineConfig(), folder, "float32")
 
 
 def make_policy(folder, mesh):

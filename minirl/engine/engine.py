@@ -6,6 +6,7 @@ In minirl only this folder and endpoint/ import vLLM. Versions 0.26 (torch 2.11)
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import math
@@ -29,9 +30,8 @@ from minirl.data.images import rgb
 from minirl.data.vision import GemmaVision, Vision
 from minirl.engine import compat, patches
 from minirl.engine.cpu import cpu_build, packed
-from minirl.engine.cpu.routes import SlotRoutes
 from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
-from minirl.engine.routed_experts import ReturnedRoutes
+from minirl.engine.routed_experts import ReturnedRoutes, SlotRoutes
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
 
@@ -133,11 +133,13 @@ class RolloutEngine:
         self.vision = vision
         self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
-        self.uncompiled = contextlib.nullcontext if self.on_cuda else cpu_build.uncompiled
+        # The functions that vLLM compiles are small: on CPU that takes longer than a short run.
+        interpret = functools.partial(torch.compiler.set_stance, "force_eager")
+        self.uncompiled = contextlib.nullcontext if self.on_cuda else interpret
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
-        self.latent = patches.LatentAttention(self.model)
+        self.latent = patches.latent_layers(self.model)
         self.routes: ReturnedRoutes | SlotRoutes | None = None
         if routes and self.on_cuda:
             self.routes = ReturnedRoutes(self.model)
@@ -180,10 +182,18 @@ class RolloutEngine:
             except (ValueError, RuntimeError, AssertionError) as error:
                 if isinstance(error, AssertionError) and not _is_about_memory(error):
                     raise
-                memory = _memory_report(self.cfg) if self.on_cuda else ""
+                remedy = compat.remedy(error) + _memory_remedy(error)
+                if self.on_cuda:
+                    reserved = torch.cuda.memory_reserved() / 2**30
+                    remedy += (
+                        f"\nThis process's tensors have {reserved:.1f} GiB of the GPU. Lower "
+                        "engine.gpu_memory_utilization, or end other processes; if the weights do "
+                        "not fit, raise engine.tensor_parallel_size; if the KV cache does not, "
+                        "lower engine.max_model_len. `python -m minirl.plan` shows what takes what"
+                    )
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
-                    f"{error}{compat.remedy(error)}{_memory_remedy(error)}{memory}"
+                    f"{error}{remedy}"
                 ) from error
 
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
@@ -231,7 +241,7 @@ class RolloutEngine:
                 # Other backends shuffle expert weights after loading; a refit would miss them.
                 "moe_backend": "triton",
             }
-        return arguments | cpu_build.arguments(cfg, folder)
+        return arguments | cpu_build.arguments(cfg, folder, dtype)
 
     # ----------------------------------------------------------------------------------------------
     # weights
@@ -246,7 +256,12 @@ class RolloutEngine:
         config = self.llm.llm_engine.vllm_config
         with torch.no_grad(), self.vllm.config.set_current_vllm_config(config):
             self.model.load_weights(named)
-        self.latent.renew()
+        self._forget_old_weights()
+
+    def _forget_old_weights(self) -> None:
+        """Compute again what vLLM keeps of the old weights, and drop what minirl does."""
+        if self.latent:
+            patches.renew_copies(self.latent)
         packed.forget()
 
     def parameters(self) -> dict[str, Tensor]:
@@ -254,8 +269,8 @@ class RolloutEngine:
 
         The engine sees what is written there from the next `awake` on.
         """
-        parameters = self.model.named_parameters()
-        return {name: p.data for name, p in parameters if name not in self.latent.names}
+        copies = {f"{layer}.{name}" for layer in self.latent for name in patches.COPIES}
+        return {name: p.data for name, p in self.model.named_parameters() if name not in copies}
 
     def names_of_not_finite(self) -> list[str]:
         """Return those of this rank's weights, of 16 bits or more, that have NaN or infinity."""
@@ -301,8 +316,7 @@ class RolloutEngine:
             self._wake("weights")
         with self.timer.phase("refit"):
             refit()
-            self.latent.renew()
-            packed.forget()
+            self._forget_old_weights()
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_parameters()
             if self.on_cuda:
@@ -464,11 +478,16 @@ class RolloutEngine:
         follow (`vllm.logprobs`, FlatLogprobs). Otherwise vLLM would make a dict and an object for
         each token. Those of guided tokens become the policy's own, without the mask.
         """
-        starts = logprobs.start_indices if logprobs else ()
-        values = [logprobs.logprobs[start] for start, _ in zip(starts, tokens, strict=True)]
-        top = []
-        if len(values) < len(logprobs.logprobs if logprobs else ()):
-            top = [_likeliest(logprobs, number) for number in range(len(values))]
+        values: list[float] = []
+        top: list[list[tuple[int, float]]] = []
+        begins = logprobs.start_indices if logprobs else ()
+        ends = logprobs.end_indices if logprobs else ()
+        for begin, end, _ in zip(begins, ends, tokens, strict=True):
+            values.append(logprobs.logprobs[begin])
+            if end - begin > 1:
+                ids = logprobs.token_ids[begin + 1 : end]
+                pairs = zip(ids, logprobs.logprobs[begin + 1 : end], strict=True)
+                top.append([pair for pair in pairs if math.isfinite(pair[1])])
         log_masses = self.masses.take(request_id, len(tokens)) if self.masses else None
         guided: list[bool] = []
         if log_masses is not None:
@@ -501,18 +520,6 @@ class RolloutEngine:
         self.vllm.distributed.destroy_model_parallel()
 
 
-def _likeliest(logprobs: Any, number: int) -> list[tuple[int, float]]:
-    """Return the likeliest tokens in the place of a sampled one, without those that could not be.
-
-    Args:
-        logprobs: vLLM's, flat.
-        number: number of the sampled token.
-    """
-    places = range(logprobs.start_indices[number] + 1, logprobs.end_indices[number])
-    pairs = [(logprobs.token_ids[place], logprobs.logprobs[place]) for place in places]
-    return [(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]
-
-
 def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineConfig:
     """Replace max_num_seqs = 0 by what it stands for.
 
@@ -541,19 +548,3 @@ def _memory_remedy(error: Exception) -> str:
     if not _is_about_memory(error):
         return ""
     return " Another process took or freed memory of this GPU meanwhile: end it, or let it wait"
-
-
-def _memory_report(cfg: EngineConfig) -> str:
-    """Return who has the device's memory, and what to change, for a message of a failed start."""
-    free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
-    trainer = torch.cuda.memory_reserved() / 2**30
-    others = total - free - trainer
-    share = cfg.gpu_memory_utilization
-    return (
-        f"\n{free:.1f} of the device's {total:.1f} GiB are free: this process's tensors have "
-        f"{trainer:.1f}, CUDA's contexts and other processes {others:.1f}. "
-        f"engine.gpu_memory_utilization = {share} asks for {share * total:.1f}: lower it, or "
-        "end the other processes; if the engine's weights do not fit, raise "
-        "engine.tensor_parallel_size; if the KV cache does not, lower engine.max_model_len. "
-        "`python -m minirl.plan` shows what takes what"
-    )

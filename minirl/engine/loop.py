@@ -194,7 +194,18 @@ class EngineLoop:
     @contextlib.contextmanager
     def _limited_turns(self) -> Iterator[None]:
         """End the run if the loop stands still in the block, for nothing in the loop could."""
-        with self.watch.limit(self.turn_seconds, self._describe_turn) as limit:
+
+        def describe() -> str:
+            task = asyncio.current_task(self.loop)
+            where = f", in {task.get_name()}" if task else ""
+            return (
+                "an environment keeps the engine's loop from turning for longer than "
+                f"env.timeout_seconds = {self.turn_seconds:g}{where}. An async function must await "
+                "what takes long; one that blocks should be an ordinary function, which runs in a "
+                "thread"
+            )
+
+        with self.watch.limit(self.turn_seconds, describe) as limit:
             self._turn_limit = limit
             beat = self.loop.call_soon(self._beat)
             try:
@@ -208,22 +219,6 @@ class EngineLoop:
         if self._turn_limit:
             self.watch.renew(self._turn_limit)
             self.loop.call_later(min(1.0, self.turn_seconds / 4), self._beat)
-
-    def _describe_turn(self) -> str:
-        task = asyncio.current_task(self.loop)
-        where = f", in {task.get_name()}" if task else ""
-        return (
-            "an environment keeps the engine's loop from turning for longer than "
-            f"env.timeout_seconds = {self.turn_seconds:g}{where}. An async function must await "
-            "what takes long; one that blocks should be an ordinary function, which runs in a "
-            "thread"
-        )
-
-    def _describe_step(self) -> str:
-        return (
-            f"a step of the engine takes longer than timeout_minutes = {self.step_seconds / 60:g}, "
-            f"with {len(self._running)} requests; another rank of the engine, or the GPU, is stuck"
-        )
 
     async def _drive(self, main: Coroutine) -> Any:
         self.may_step = True
@@ -269,7 +264,12 @@ class EngineLoop:
         for arguments in added:
             self.engine.add(*arguments)
         if more:
-            with self.watch.limit(self.step_seconds, self._describe_step):
+            too_long = (
+                f"a step of the engine takes longer than timeout_minutes = "
+                f"{self.step_seconds / 60:g}, with {len(self._running)} requests; another rank of "
+                "the engine, or the GPU, is stuck"
+            )
+            with self.watch.limit(self.step_seconds, lambda: too_long):
                 self._record(self.engine.step())
         if self._turn_limit:
             self.watch.renew(self._turn_limit)
@@ -282,12 +282,14 @@ class EngineLoop:
             Whether the engine steps, the ids of the requests to abort, and the arguments of
             `RolloutEngine.add` for each new one.
         """
-        self._count_cancelled()
-        aborted = []
-        for request_id, (_, future) in list(self._running.items()):
-            if future.cancelled() or not more:
-                del self._running[request_id]
-                aborted.append(request_id)
+        cancelled = {key for key, (_, future) in self._running.items() if future.cancelled()}
+        # Their tokens in the engine; those in `Request.done` count where the request was made.
+        for output in self.engine.unfinished() if cancelled else ():
+            if output.request_id in cancelled:
+                self.discarded_tokens += len(output.tokens)
+        aborted = sorted(cancelled if more else self._running)
+        for request_id in aborted:
+            del self._running[request_id]
 
         if self.repeatable:
             self._waiting.sort(key=lambda entry: entry[0].name)  # Not by who asked first.
@@ -300,17 +302,6 @@ class EngineLoop:
             added.append((request_id, *_remaining(request, self.engine.vision)))
         self._waiting = []
         return more, aborted, added
-
-    def _count_cancelled(self) -> None:
-        """Count the tokens in the engine of requests that their callers have cancelled.
-
-        Those in `Request.done` are counted where the request was made.
-        """
-        cancelled = {key for key, (_, future) in self._running.items() if future.cancelled()}
-        if cancelled:
-            for output in self.engine.unfinished():
-                if output.request_id in cancelled:
-                    self.discarded_tokens += len(output.tokens)
 
     def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.

@@ -100,35 +100,26 @@ def remove_sockets() -> None:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
+# Copies that vLLM makes of weights of multi-head latent attention (arXiv 2405.04434).
 COPIES = ("W_UK_T", "W_UV")
 
 
-class LatentAttention:
-    """Copies that vLLM makes of weights of multi-head latent attention (arXiv 2405.04434).
+def latent_layers(model: Any) -> dict[str, Any]:
+    """Return the layers of vLLM's model that have such copies, by name; most models have none.
 
     Keys and values of a head are products of a latent vector, which is what the cache holds, with
     `kv_b_proj`. vLLM multiplies queries and outputs by parts of it instead, of which it makes
     copies once, after loading, where no refit reaches them.
     """
+    modules = model.named_modules()
+    return {name: module for name, module in modules if type(module).__name__ == "MLAAttention"}
 
-    def __init__(self, model: Any):
-        """Find the layers that have such copies; most models have none.
 
-        Args:
-            model: the engine's model.
-        """
-        self._layers: list[Any] = []
-        self.names: set[str] = set()  # Names of the copies, among the parameters.
-        for prefix, module in model.named_modules():
-            if type(module).__name__ == "MLAAttention":
-                self._layers.append(module)
-                self.names |= {f"{prefix}.{name}" for name in COPIES}
-
-    @torch.no_grad()
-    def renew(self) -> None:
-        """Make the copies again, in place, because CUDA graphs read them there."""
-        for layer in self._layers:
-            rows = layer.kv_b_proj.weight.unflatten(0, (layer.num_heads, -1))  # [N, P + V, L]
-            keys, values = rows.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
-            layer.W_UK_T.copy_(keys)
-            layer.W_UV.copy_(values.mT)
+@torch.no_grad()
+def renew_copies(layers: dict[str, Any]) -> None:
+    """Make the copies of `latent_layers` again, in place, because CUDA graphs read them there."""
+    for layer in layers.values():
+        rows = layer.kv_b_proj.weight.unflatten(0, (layer.num_heads, -1))  # [N, P + V, L]
+        keys, values = rows.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+        layer.W_UK_T.copy_(keys)
+        layer.W_UV.copy_(values.mT)

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,24 @@ from minirl.base.errors import require
 from minirl.config.shared import EngineConfig
 from minirl.data.vision import Vision
 from minirl.engine import compat
+from minirl.engine.cpu import packed
 from minirl.engine.cpu.delta import patch_delta_nets
-from minirl.engine.cpu.packed import packed_linear, wide_logits
 from minirl.model.hybrid.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
 
 # Families that the CPU build cannot run, and that nobody would run there: what it lacks.
 NOT_ON_CPU = {"minimax_m2": "routers by sigmoids without groups of experts"}
+# Functions of experts' gates by vLLM's names.
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+}
 
 
 def patch_cpu(mesh: Mesh) -> None:
     """Make the CPU build fit for refits and for several jobs on one host. Collective."""
-    patch_linear()
-    patch_head()
+    packed.patch_linear()
     patch_experts()
-    patch_rotary()
     patch_delta_nets()
     patch_shared_memory(mesh)
 
@@ -50,20 +53,13 @@ def patch_cpu(mesh: Mesh) -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which functions that vLLM compiles run as they are written.
-
-    They are small, and compiling them takes longer than a short run.
-    """
-    return torch.compiler.set_stance("force_eager")
-
-
-def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for its CPU build.
+def arguments(cfg: EngineConfig, folder: Path, dtype: str) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for its CPU build, patched for this model.
 
     Args:
         cfg: the engine's settings.
         folder: folder of the model.
+        dtype: dtype of the weights.
 
     Raises:
         UserError: the CPU build cannot run the model.
@@ -91,44 +87,13 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
         # As in the trainer. By default vLLM takes the model's dtype, unless the CPU multiplies
         # bfloat16.
         found["mamba_ssm_cache_dtype"] = "float32"
+    if dtype == "bfloat16":
+        packed.patch_head()
     if "kv_lora_rank" in config.get_text_config().to_dict():
         # On a CPU with AMX the default backend packs a weight once, and drops it.
         found["attention_backend"] = "CPU_MLA"
+        patch_rotary()
     return found
-
-
-def patch_linear() -> None:
-    """Keep linear layers' weights plain parameters, and multiply by packed copies of them.
-
-    The CPU build itself packs every matrix once, after loading, and drops the parameter, so that a
-    later write to it changes nothing (silently, for tied embeddings).
-    """
-    import vllm.model_executor.layers.utils as layers
-
-    def use_packed_copy(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = packed_linear
-
-    layers.dispatch_cpu_unquantized_gemm = use_packed_copy
-
-
-def patch_head() -> None:
-    """Compute logits in float32 of weights in bfloat16 by a copy that is converted once a refit.
-
-    The CPU build would convert the whole head in every step.
-    """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    apply = inspect.unwrap(LogitsProcessor._apply_head)
-
-    @functools.wraps(apply)
-    def apply_wide(
-        processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
-    ) -> Tensor:
-        if processor.head_dtype != torch.float32 or hidden_states.dtype == torch.float32:
-            return apply(processor, lm_head, hidden_states, embedding_bias)
-        return wide_logits(hidden_states, lm_head.weight, embedding_bias)
-
-    LogitsProcessor._apply_head = apply_wide
 
 
 def patch_rotary() -> None:
@@ -290,7 +255,7 @@ def _apply_plain_experts(
         self: vLLM's experts.
         output: [T, H], written.
         hidden_states: [T, H].
-        w1: [E, 2I, H], gate and up.
+        w1: [E, 2I, H], gate and up, which alternate in gpt-oss.
         w2: [E, H, I], down.
         topk_weights: [T, k].
         topk_ids: [T, k].
@@ -301,26 +266,14 @@ def _apply_plain_experts(
         rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
         b1 = None if self.w1_bias is None else self.w1_bias[expert]
         b2 = None if self.w2_bias is None else self.w2_bias[expert]
-        inner = _activate(packed_linear(hidden_states[rows], w1[expert], b1), activation.value)
-        down = packed_linear(inner, w2[expert], b2)
+        inner = packed.packed_linear(hidden_states[rows], w1[expert], b1)
+        if activation.value == "swigluoai":  # with the constants of vLLM's own kernel
+            gate = inner[..., ::2].clamp(max=7.0)
+            up = inner[..., 1::2].clamp(-7.0, 7.0)
+            inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = GATES[activation.value](gate) * up
+        down = packed.packed_linear(inner, w2[expert], b2)
         total.index_add_(0, rows, down.float() * topk_weights[rows, slot, None].float())
     output.copy_(total)
-
-
-def _activate(x: Tensor, activation: str) -> Tensor:
-    """Return an expert's inner activation, [..., 2I] -> [..., I].
-
-    Args:
-        x: gate and up; they alternate in gpt-oss.
-        activation: name of the function.
-    """
-    if activation == "swigluoai":  # with the constants of vLLM's own kernel
-        gate = x[..., ::2].clamp(max=7.0)
-        up = x[..., 1::2].clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    gate, up = x.chunk(2, dim=-1)
-    if activation == "silu":
-        return silu(gate) * up
-    if activation == "gelu_tanh":
-        return gelu(gate, approximate="tanh") * up
-    raise NotImplementedError(f"experts with the activation {activation} in vLLM's CPU build")

@@ -40,6 +40,7 @@ def compute(
         layer_name: vLLM's name of the layer.
     """
     from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.utils.torch_utils import _resolve_layer_name
 
     context = get_forward_context()
@@ -48,7 +49,10 @@ def compute(
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
     requests = _Requests.of(context.attn_metadata[layer.prefix])
     here = slice(0, requests.num_rows)
-    convolutions, states = _caches(layer)
+    # Views of its caches: [slots, K - 1, C] of its rows, [slots, Hv, Dk, Dv].
+    convolutions, states = layer.kv_cache[0], layer.kv_cache[1].mT
+    if is_conv_state_dim_first():
+        convolutions = convolutions.mT
 
     weight = layer.conv1d.weight.squeeze(1)
     mixed = _convolve(mixed_qkv[here], weight, convolutions, requests)
@@ -85,14 +89,6 @@ class _Requests(NamedTuple):
         found = cache[self.slots]
         found[~self.is_begun] = 0
         return found
-
-
-def _caches(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return views of a layer's caches: [slots, K - 1, C] of its rows, [slots, Hv, Dk, Dv]."""
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-    convolutions, states = layer.kv_cache
-    return convolutions.mT if is_conv_state_dim_first() else convolutions, states.mT
 
 
 def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> Tensor:
