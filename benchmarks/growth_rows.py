@@ -20,9 +20,9 @@ from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.data.examples import Chats
-from minirl.data.formats import open_chats, open_prompts
+from minirl.data.formats import open_examples
 from minirl.data.order import Curriculum
-from minirl.data.prompts import Prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows
 from minirl.data.sources import JsonLines
 from minirl.data.split import read_rows
@@ -110,7 +110,7 @@ def load_prompts(path: Path, mesh: Mesh) -> Prompts:
 
 def load_chats(path: Path, mesh: Mesh) -> Rows:
     """Return the rows of SFT, read and checked."""
-    opened = open_chats(str(path), "data.train", ChatsConfig(), mesh)
+    opened = open_examples(str(path), "data.train", ChatsConfig(), mesh)
     train, _ = read_rows(opened, mesh, 0, HELD_OUT, mark_row)
     return train
 

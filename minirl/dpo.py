@@ -26,7 +26,6 @@ from minirl.base.files import remove
 from minirl.base.reading import is_file, library_reads
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats, Pairs
-from minirl.data.formats import open_pairs
 from minirl.parallel.machines import check_can_write, check_same
 from minirl.run.supervised import PairTrainer, Task
 from minirl.train.policy import Minibatch, Policy, Reference
@@ -38,7 +37,7 @@ class DPOTrainer(PairTrainer):
     """A run with a frozen reference, or with the reference's log-probs in the rows."""
 
     cfg: DPOConfig
-    task = Task("dpo", open_pairs, Pairs, pairs=True)
+    task = Task("dpo", Pairs, pairs=True)
 
     def check_model(self) -> None:
         """Refuse now a reference cache that cannot be read, or could not be written."""

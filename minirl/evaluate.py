@@ -20,10 +20,9 @@ from minirl.base.errors import require
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
-from minirl.data import chat
-from minirl.data.formats import open_prompts
-from minirl.data.prompts import Prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
+from minirl.data.tokenizer import check_tokens, load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine
@@ -42,7 +41,6 @@ from minirl.run.inputs import (
     MAY_BE_LONG,
     ModelFiles,
     PromptChecks,
-    check_tokens,
     choose_dtype,
     find_other_model,
 )
@@ -91,7 +89,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     )
     _check_finite(engine, folder, mesh)
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg, open_endpoint)
-    stop_ids = chat.stop_token_ids(tokenizer, folder)
+    stop_ids = stop_token_ids(tokenizer, folder)
     reward_model = None
     if scorer:
         reward_model = RewardModel(
@@ -153,7 +151,8 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     )
     open_weights(folder)  # damaged files are refused before the engine meets them
     with limited_template(cfg, f"model = {cfg.model}", mesh.watch):
-        tokenizer = chat.load_tokenizer(folder, cfg.data)
-    check_tokens(tokenizer, folder, config, f"model = {folder}")
+        tokenizer = load_tokenizer(folder, cfg.data)
+    vocab_size = config.get_text_config().vocab_size
+    check_tokens(tokenizer, folder, vocab_size, f"model = {folder}")
     vision = read_vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)

@@ -17,7 +17,6 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.examples import MATCHED, Labelled
-from minirl.data.formats import open_labelled
 from minirl.run.supervised import SupervisedTrainer, Task
 from minirl.train.policy import Metrics, Minibatch, Reference
 from minirl.train.updates import make_minibatch
@@ -28,7 +27,7 @@ class KTOTrainer(SupervisedTrainer):
     """A run with a frozen reference."""
 
     cfg: KTOConfig
-    task = Task("kto", open_labelled, Labelled)
+    task = Task("kto", Labelled)
 
     def describe_lost(self, num_long: int, num_empty: int) -> str:
         """Return what happens to rows that do not fit."""

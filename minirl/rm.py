@@ -32,7 +32,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.data.examples import Pairs
-from minirl.data.formats import open_pairs
+from minirl.data.tokenizer import filling_token_id, load_tokenizer, stop_token_ids
 from minirl.endpoint.reward_server import serve
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
@@ -47,14 +47,14 @@ class RewardModelTrainer(PairTrainer):
     """A run that trains a model with a score head."""
 
     cfg: RMConfig
-    task = Task("rm", open_pairs, Pairs, pairs=True, score_head=True)
+    task = Task("rm", Pairs, pairs=True, score_head=True)
 
     def check_model(self) -> None:
         """Refuse now what `transformers` could not load when the run has exported it."""
         folder, config, tokenizer, _ = self.files
         where = f"policy.model = {folder}"
         families.score_class(config, where)
-        chat.filling_token_id(tokenizer, chat.stop_token_ids(tokenizer, folder), where)
+        filling_token_id(tokenizer, stop_token_ids(tokenizer, folder), where)
 
     def make_loss(self) -> Loss:
         """Return -log sigmoid of the difference of scores, or what `algo` asks for."""
@@ -72,12 +72,12 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     check_head(folder, "model")
     config = build.read_config(folder).get_text_config()
     max_tokens = longest_text(cfg, config.max_position_embeddings)
-    tokenizer = chat.load_tokenizer(folder, chats=False)
+    tokenizer = load_tokenizer(folder, chats=False)
     dtype = choose_dtype(cfg.dtype, "dtype", mesh)
     policy = Policy(PolicyConfig(dtype=dtype), folder, mesh, trainable=False, score=True)
     model = RewardModel(
         policy,
-        chat.stop_token_ids(tokenizer, folder),
+        stop_token_ids(tokenizer, folder),
         tokenizer.eos_token_id,
         cfg.tokens_per_batch,
     )

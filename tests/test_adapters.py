@@ -26,9 +26,9 @@ from minirl.config.shared import (
     RewardConfig,
     RolloutConfig,
 )
-from minirl.data import chat
 from minirl.data.prompts import Prompts
 from minirl.data.sources import open_source
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Raw, Session, State
@@ -390,10 +390,10 @@ def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
 def rollout_program(mesh, folder, names, reward):
     """Text with special tokens, reward, truncated of each episode, by environment; and the largest
     difference to the trainer's log-probs."""
-    tokenizer, policy = chat.load_tokenizer(folder), make_policy(folder, mesh)
+    tokenizer, policy = load_tokenizer(folder), make_policy(folder, mesh)
     engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
     sampling = Sampling(
-        max_tokens=6, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=1.0
+        max_tokens=6, stop_token_ids=tuple(stop_token_ids(tokenizer, folder)), temperature=1.0
     )
     prompts = Prompts(
         [{"prompt": f"{i}", "answer": "y"} for i in range(4)], tokenizer, DataConfig(), seed=0

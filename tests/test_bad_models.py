@@ -414,8 +414,8 @@ ENVS = {
     "an object": ({"role": "user", "content": "a"}, DONE, "said {'role'"),
     "a surrogate": ("a\ud800", DONE, "half of a surrogate pair"),
     "a surrogate in a message": ([{"role": "user", "content": "\udc00"}], DONE, "surrogate"),
-    "a message without content": ([{"role": "user"}], DONE, "message 1 has no role and content"),
-    "a message without role": ([{"content": "a"}], DONE, "message 1 has no role and content"),
+    "a message without content": ([{"role": "user"}], DONE, "message 1 is"),
+    "a message without role": ([{"content": "a"}], DONE, "message 1 is"),
     "a content of a number": (
         [{"role": "user", "content": 3}],
         DONE,
@@ -441,7 +441,7 @@ ENVS = {
     "no reply": ("a", Result(), "it is not done and said None"),
     "tokens in the reply": ("a", Result(observation=[10**6]), "is no token"),
     "a surrogate in the reply": ("a", Result(observation="\ud800"), "surrogate"),
-    "messages in the reply": ("a", Result(messages=[{"role": "user"}]), "no role and content"),
+    "messages in the reply": ("a", Result(messages=[{"role": "user"}]), "message 1 is"),
 }
 
 

@@ -10,8 +10,9 @@ from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
-from minirl.data.formats import open_chats, open_pairs, open_prompts
-from minirl.data.prompts import LengthBound
+from minirl.data.formats import open_examples
+from minirl.data.prompts import LengthBound, open_prompts
+from minirl.data.tokenizer import check_template, use_template
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.functions import make_rewards
 
@@ -56,11 +57,11 @@ def test_a_content_that_is_none(tmp_path, kind, of):
     answer = {"role": "assistant", "content": CONTENTS[kind]}
     opened, cfg, row = {
         "prompts": (open_prompts, DataConfig(), {"prompt": [USER, bad]}),
-        "chats": (open_chats, ChatsConfig(), {"messages": [USER, bad, BOT]}),
-        "completions": (open_chats, ChatsConfig(), {"prompt": "a", "completion": [answer]}),
-        "pairs": (open_pairs, PairsConfig(), {"prompt": [bad], "chosen": "a", "rejected": "b"}),
+        "chats": (open_examples, ChatsConfig(), {"messages": [USER, bad, BOT]}),
+        "completions": (open_examples, ChatsConfig(), {"prompt": "a", "completion": [answer]}),
+        "pairs": (open_examples, PairsConfig(), {"prompt": [bad], "chosen": "a", "rejected": "b"}),
         "answers": (
-            open_pairs,
+            open_examples,
             PairsConfig(),
             {"prompt": "a", "chosen": [answer], "rejected": "b"},
         ),
@@ -75,7 +76,7 @@ def test_a_content_that_is_none(tmp_path, kind, of):
 def test_a_role_that_is_none(tmp_path, kind):
     text = json.dumps({"prompt": [{"role": ROLES[kind], "content": "a"}]})
     message = message_of(open_prompts, tmp_path, text, DataConfig())
-    assert "line 1" in message and "the role of message 1" in message
+    assert "line 1" in message and "message 1 is" in message
 
 
 LINES = {
@@ -101,13 +102,19 @@ LINES = {
     "cut": ('{"prompt": "a', "line 1 is not JSON"),
     "line feed in a text": ('{"prompt": "a\nb"}', "line 1 is not JSON"),
     "byte order mark": ('\ufeff{"prompt": "a"}', "BOM"),
-    "prompt is null": ('{"prompt": null}', "data.prompt_key = 'prompt' names no text"),
-    "prompt is a number": ('{"prompt": 3}', "names no text"),
-    "prompt is an object": ('{"prompt": {"a": 1}}', "names no text"),
-    "prompt is a list of texts": ('{"prompt": ["a"]}', "message 1 has no role and content"),
-    "prompt is a list of lists": ('{"prompt": [[]]}', "message 1 has no role and content"),
-    "message without role": ('{"prompt": [{"content": "a"}]}', "no role and content"),
-    "the assistant alone": ('{"messages": [{"role": "assistant", "content": "a"}]}', "no text"),
+    "prompt is null": ('{"prompt": null}', "data.prompt_key = 'prompt' must name a text"),
+    "prompt is a number": ('{"prompt": 3}', "must name a text"),
+    "prompt is an object": ('{"prompt": {"a": 1}}', "must name a text"),
+    "prompt is a list of texts": ('{"prompt": ["a"]}', "message 1 is"),
+    "prompt is a list of lists": ('{"prompt": [[]]}', "message 1 is"),
+    "message without role": (
+        '{"prompt": [{"content": "a"}]}',
+        "a message has a role",
+    ),
+    "the assistant alone": (
+        '{"messages": [{"role": "assistant", "content": "a"}]}',
+        "must name a text",
+    ),
     "image that is not there": ('{"prompt": "a", "images": ["/no.png"]}', "cannot be read"),
     "image with a zero byte": ('{"prompt": "a", "images": ["a\\u0000b"]}', "cannot be read"),
     "image with a long name": ('{"prompt": "a", "images": ["%s"]}' % ("x" * 300), "be read"),
@@ -153,10 +160,10 @@ def test_odd_rows_that_are_fine(tmp_path):
 def test_a_wrong_name_of_the_answer_is_not_ignored(tmp_path):
     text = '{"prompt": "a", "answer": "b"}'
     told = message_of(open_prompts, tmp_path, text, DataConfig(answer_key="gold"))
-    assert "line 1: data.answer_key = 'gold' names no column" in told and "prompt, answer" in told
+    assert "line 1: data.answer_key = 'gold' must name a column, and the row has" in told
     text = '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 3.0}'
-    told = message_of(open_pairs, tmp_path, text, PairsConfig(margin_key="by"))
-    assert "line 1: data.margin_key = 'by' names no column" in told
+    told = message_of(open_examples, tmp_path, text, PairsConfig(margin_key="by"))
+    assert "line 1: data.margin_key = 'by' must name a column" in told
 
 
 ANSWERS = [["4"], [], {"value": "4"}, float("nan"), float("inf"), True, None]
@@ -198,7 +205,7 @@ def test_a_reward_function_that_changes_its_row(tmp_path):
 def test_margins_that_are_no_numbers(tmp_path):
     for margin in ("1", True, [1], {}, float("nan"), float("inf")):
         row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
-        told = message_of(open_pairs, tmp_path, json.dumps(row), PairsConfig())
+        told = message_of(open_examples, tmp_path, json.dumps(row), PairsConfig())
         assert "line 1: data.margin_key = 'margin' must name a finite number" in told
 
 
@@ -217,7 +224,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_row_that_is_no_pair(tmp_path, name):
-    told = message_of(open_pairs, tmp_path, json.dumps(PAIRS[name]), PairsConfig())
+    told = message_of(open_examples, tmp_path, json.dumps(PAIRS[name]), PairsConfig())
     assert told.startswith("data.train = ") and "a.jsonl: line 1" in told
 
 
@@ -240,7 +247,7 @@ CHATS = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_a_row_that_is_no_chat(tmp_path, name):
-    told = message_of(open_chats, tmp_path, json.dumps(CHATS[name]), ChatsConfig())
+    told = message_of(open_examples, tmp_path, json.dumps(CHATS[name]), ChatsConfig())
     assert told.startswith("data.train = ") and "a.jsonl: line 1" in told
 
 
@@ -340,7 +347,7 @@ def test_a_template_that_fails(tmp_path, name):
     text, message = TEMPLATES[name]
     (tmp_path / "t.jinja").write_text(text)
     cfg = DataConfig(chat_template=str(tmp_path / "t.jinja"))
-    tokenizer = chat.use_template(make_tokenizer([]), cfg)
+    tokenizer = use_template(make_tokenizer([]), cfg)
     with pytest.raises(UserError, match=f"the chat template {message}.*data.chat_template"):
         chat.render(tokenizer, [USER])
     if text:  # one that is empty counts as none
@@ -362,10 +369,10 @@ def test_a_template_that_fails(tmp_path, name):
 def test_a_template_that_leaves_out_the_prompt(tmp_path, text):
     (tmp_path / "t.jinja").write_text(text)
     cfg = RowsConfig(chat_template=str(tmp_path / "t.jinja"))
-    tokenizer = chat.use_template(make_tokenizer([]), cfg)
+    tokenizer = use_template(make_tokenizer([]), cfg)
     tokenizer.bos_token = "<|pad|>"
     with pytest.raises(UserError, match="data.chat_template = f leaves out the prompt"):
-        chat.check_template(tokenizer, "data.chat_template = f")
+        check_template(tokenizer, "data.chat_template = f")
 
 
 def test_templates_that_take_the_prompt_in_one_form():
@@ -376,14 +383,14 @@ def test_templates_that_take_the_prompt_in_one_form():
         "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}",
     ):
         tokenizer.chat_template = template
-        chat.check_template(tokenizer, "")
+        check_template(tokenizer, "")
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", "é".encode("latin-1"), "{{ 1 }}".encode("utf-16")])
 def test_a_template_that_is_no_text(tmp_path, text):
     (tmp_path / "t.jinja").write_bytes(text)
     with pytest.raises(UserError, match="data.chat_template = .* is not UTF-8 text"):
-        chat.use_template(make_tokenizer([]), RowsConfig(chat_template=f"{tmp_path}/t.jinja"))
+        use_template(make_tokenizer([]), RowsConfig(chat_template=f"{tmp_path}/t.jinja"))
 
 
 def test_half_of_a_surrogate_pair_is_no_text():

@@ -20,7 +20,8 @@ from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
-from minirl.data.turns import encode_chat
+from minirl.data.examples import encode_chat
+from minirl.data.tokenizer import load_tokenizer
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
 from minirl.envs.base import Env, Raw, Result
@@ -699,7 +700,7 @@ def test_a_tokenizer_gives_back_what_was_said(tmp_path):
         tokenizer_object=inner, clean_up_tokenization_spaces=True
     ).save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "x,"
-    assert chat.load_tokenizer(tmp_path, chats=False).decode([0, 1]) == "x ,"
+    assert load_tokenizer(tmp_path, chats=False).decode([0, 1]) == "x ,"
 
 
 @pytest.mark.parametrize(

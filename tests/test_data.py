@@ -15,9 +15,8 @@ from in_memory import ALONE, memory_rows, read_all, split
 from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.config.shared import DataConfig, RewardConfig
-from minirl.data.formats import open_prompts
 from minirl.data.order import Curriculum
-from minirl.data.prompts import Prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
 
@@ -96,16 +95,16 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path):
         ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
         (
             [{"prompt": "a"}, {"question": "b", "level": 1}],
-            r"line 2: data.prompt_key = 'prompt' names no text and no list of messages with role "
-            r"and content \(its keys: question, level\); set data.prompt_key to",
+            r"line 2: data.prompt_key = 'prompt' must name a text or messages \(the row has "
+            r"question, level\); correct the row, or set data.prompt_key to another column",
         ),
         ([["a"]], "line 1: a row must be an object of named values, not a list"),
-        ([{"prompt": ""}], r"line 1: data.prompt_key = 'prompt' names no text"),
+        ([{"prompt": ""}], r"line 1: data.prompt_key = 'prompt' must name a text"),
         (
             [{"prompt": [{"role": "user"}]}],
-            r"line 1: data.prompt_key = 'prompt' names no text and no list of messages",
+            r"line 1: data.prompt_key = 'prompt' must name a text or messages; message 1 is",
         ),
-        ([{"prompt": []}], r"line 1: data.prompt_key = 'prompt' names no text"),
+        ([{"prompt": []}], r"line 1: data.prompt_key = 'prompt' must name a text"),
         ([], r"no rows"),
         (["", "  "], r"no rows"),
     ],

@@ -18,8 +18,9 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.config.rl import RefitConfig, RLConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
-from minirl.data import chat, images
+from minirl.data import images
 from minirl.data.prompts import Prompts
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
@@ -309,7 +310,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
     """Return (policy, engine, refit, sampler, prompts, sampling).
 
     `parts`: the first three of an earlier call, to go on with."""
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if not parts:
         policy = make_policy(folder, mesh)
         options = {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
@@ -355,7 +356,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
     )
     sampling = Sampling(
         max_tokens=cfg.rollout.max_tokens,
-        stop_token_ids=sampling_stops(chat.stop_token_ids(tokenizer, folder), vision),
+        stop_token_ids=sampling_stops(stop_token_ids(tokenizer, folder), vision),
         temperature=0.8,
     )
     return *parts, sampler, prompts, sampling

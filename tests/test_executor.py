@@ -19,8 +19,8 @@ from minirl.config.shared import (
     RewardConfig,
     RolloutConfig,
 )
-from minirl.data import chat
 from minirl.data.prompts import Prompts
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.adapters.openrlhf import OpenRLHF, OpenRLHFExecutor
@@ -160,10 +160,10 @@ def file(tmp_path):
 def roll_out(mesh, folder, name, reward):
     """The episodes of two samples to four prompts, twice; and the largest difference to the
     trainer's log-probs."""
-    tokenizer, policy = chat.load_tokenizer(folder), make_policy(folder, mesh)
+    tokenizer, policy = load_tokenizer(folder), make_policy(folder, mesh)
     engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
     sampling = Sampling(
-        max_tokens=6, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=1.0
+        max_tokens=6, stop_token_ids=tuple(stop_token_ids(tokenizer, folder)), temperature=1.0
     )
     rows = [{"prompt": f"{i}", "answer": "y"} for i in range(4)]
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0)

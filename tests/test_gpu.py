@@ -268,8 +268,8 @@ def refit_and_sample(mesh, folder):
         EvaluateConfig,
         RewardConfig,
     )
-    from minirl.data import chat
     from minirl.data.prompts import Prompts
+    from minirl.data.tokenizer import load_tokenizer, stop_token_ids
     from minirl.engine.engine import Sampling
     from minirl.envs.registry import make_env
     from minirl.refit.refit import Refit
@@ -285,7 +285,7 @@ def refit_and_sample(mesh, folder):
     engine = RolloutEngine(cfg, folder, mesh, dtype="bfloat16", timer=timer)
     assert timer.unmapped_bytes == engine.unmapped_bytes
     refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True)
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     prompts = Prompts(
         [{"prompt": "x" * n, "answer": ""} for n in range(1, 9)], tokenizer, DataConfig(), seed=0
     )
@@ -297,7 +297,7 @@ def refit_and_sample(mesh, folder):
         EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)),
         open_endpoint,
     )
-    stop = tuple(chat.stop_token_ids(tokenizer, folder))
+    stop = tuple(stop_token_ids(tokenizer, folder))
     differences = []
     for _ in range(2):
         with engine.awake(refit, policy.sleeper):

@@ -15,6 +15,7 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.shared import EngineConfig
 from minirl.data import chat
+from minirl.data.tokenizer import load_tokenizer
 from minirl.endpoint.tool_calls import make_reader
 from minirl.engine import engine as engine_module
 from minirl.engine.engine import RolloutEngine, Sampling
@@ -46,7 +47,7 @@ def white_weights(folder, tokenizer):
 def guided_program(mesh, folder):
     """Answers that are held to a schema, to a call, and to nothing, side by side; one of them is
     interrupted."""
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = TEMPLATE
     engine_module.LEAST_MASS = 1e-9  # so that all log-probs can be looked at
     engine = RolloutEngine(

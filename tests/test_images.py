@@ -31,8 +31,10 @@ from minirl.config.shared import DataConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import to_examples
-from minirl.data.formats import open_chats, open_pairs, open_prompts
+from minirl.data.formats import open_examples
 from minirl.data.images import BadImage, attach, rgb, to_url
+from minirl.data.prompts import open_prompts
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision
 from minirl.rollout.conversation import Conversation
 from minirl.train.policy import Policy
@@ -158,7 +160,7 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     as many of itself."""
     processor, tokenizer, vision = (
         AutoProcessor.from_pretrained(folder),
-        chat.load_tokenizer(folder),
+        load_tokenizer(folder),
         read_vision(folder),
     )
     urls = [tiny.picture(56, 84), tiny.picture(100, 60), tiny.picture(300, 200)]
@@ -276,12 +278,12 @@ def test_rows_with_images(tmp_path, folder):
         json.dumps({"prompt": parts, "images": [a], "chosen": "this", "rejected": "that"})
     )
     (row,), (pair,) = (
-        open_chats(str(tmp_path / "chats.jsonl"), "data.train", ChatsConfig(), ALONE),
-        open_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig(), ALONE),
+        open_examples(str(tmp_path / "chats.jsonl"), "data.train", ChatsConfig(), ALONE),
+        open_examples(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig(), ALONE),
     )
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
-    tokenizer, vision = chat.load_tokenizer(folder), read_vision(folder)
-    (t,) = to_examples(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
+    tokenizer, vision = load_tokenizer(folder), read_vision(folder)
+    (t,) = to_examples(tokenizer, vision, row, stop_token_ids(tokenizer, folder))
     assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [
         p.num_tokens for p in t.images
     ] == [vision.num_tokens(to_url(a))]

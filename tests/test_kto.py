@@ -23,7 +23,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
 from minirl.data.examples import Labelled
-from minirl.data.formats import open_labelled
+from minirl.data.formats import open_examples
 from minirl.model.scratch import make_tokenizer
 from minirl.train.policy import Policy, Reference
 from minirl.types.packed import Trajectory
@@ -271,7 +271,7 @@ def written(path, rows):
 
 
 def load(source, cfg):
-    return list(read_all(open_labelled(source, "data.train", cfg, ALONE)))
+    return list(read_all(open_examples(source, "data.train", cfg, ALONE)))
 
 
 def test_every_layout_gives_the_same_row(tmp_path):
@@ -299,21 +299,24 @@ def test_every_layout_gives_the_same_row(tmp_path):
     [
         (
             {"prompt": "a", "completion": "b"},
-            "data.label_key = 'label' must name true or false .*it is 'None'",
+            "data.label_key = 'label' must name true or false  .*the row has prompt, completion",
         ),
         (
             {"prompt": "a", "completion": "b", "label": "yes"},
-            "must name true or false .*it is 'yes'",
+            "must name true or false .* not 'yes'",
         ),
-        ({"prompt": "a", "completion": "b", "label": 0.5}, "must name true or false .*it is '0.5'"),
-        ({"prompt": "a", "completion": "b", "label": 2}, "must name true or false .*it is '2'"),
+        ({"prompt": "a", "completion": "b", "label": 0.5}, "must name true or false .* not '0.5'"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "must name true or false .* not '2'"),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             "'chosen' and 'rejected' are for minirl.dpo",
         ),
         ({"text": "a", "label": True}, "a plain text has no answer to judge"),
         ({"prompt": "a", "completion": " ", "label": True}, "must be a text that is not empty"),
-        ({"prompt": "a", "label": True}, "has neither 'messages'"),
+        (
+            {"prompt": "a", "label": True},
+            "data.messages_key = 'messages' must name messages, or",
+        ),
     ],
 )
 def test_a_row_that_is_not_judged_is_refused_with_its_line(tmp_path, row, message):

@@ -109,6 +109,8 @@ BROAD = {
     "user is told which file and what",
     "data/chat.py:render": "a chat template is a program, and may raise anything; the user is told "
     "for which chat",
+    "data/images.py:_open": "Pillow may raise anything for a damaged file; the user is told which "
+    "image and what",
     "sandbox/inside/program.py:execute": "an untrusted program may raise anything, and is told so",
     "sandbox/inside/trial.py:serve": "and it may do so when its tests call it, as they may expect",
     "sandbox/inside/trial.py:_do_pass": "tests that end by any error have failed",

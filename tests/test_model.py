@@ -25,8 +25,9 @@ from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig, ScratchConfig
 from minirl.data import chat
-from minirl.data.messages import to_messages
-from minirl.data.turns import encode_chat
+from minirl.data.chat import to_messages
+from minirl.data.examples import encode_chat
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.model import (
     attention,
     build,
@@ -641,7 +642,7 @@ def test_scratch_model_is_a_function_of_its_seed_and_loads_anywhere(tmp_path):
     assert model.config.vocab_size >= len(tokenizer)
     assert model.config.max_position_embeddings == 64
     assert (
-        chat.stop_token_ids(tokenizer, folder)
+        stop_token_ids(tokenizer, folder)
         == [tokenizer.eos_token_id]
         == [model.generation_config.eos_token_id]
     )
@@ -750,15 +751,15 @@ def test_a_template_that_ends_no_answer_is_refused():
 
 def test_stop_tokens_are_the_tokenizer_s_and_the_generation_config_s(tmp_path):
     tokenizer = scratch.make_tokenizer([])
-    assert chat.stop_token_ids(tokenizer, tmp_path) == [1]
+    assert stop_token_ids(tokenizer, tmp_path) == [1]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
-    assert chat.stop_token_ids(tokenizer, tmp_path) == [1, 4]
+    assert stop_token_ids(tokenizer, tmp_path) == [1, 4]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
-    assert chat.stop_token_ids(tokenizer, tmp_path) == [1, 3]
+    assert stop_token_ids(tokenizer, tmp_path) == [1, 3]
     tokenizer.eos_token = None
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(UserError, match="names an eos token"):
-        chat.stop_token_ids(tokenizer, tmp_path)
+        stop_token_ids(tokenizer, tmp_path)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
@@ -766,7 +767,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has no chat template"):
-        chat.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_messages_keep_their_own_system_prompt():

@@ -33,9 +33,9 @@ from minirl.config.supervised import (
     RewardModelLossConfig,
     RMConfig,
 )
-from minirl.data import chat
 from minirl.data.examples import Pairs
-from minirl.data.formats import open_pairs
+from minirl.data.formats import open_examples
+from minirl.data.tokenizer import filling_token_id
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
 from minirl.train.policy import Policy
@@ -320,7 +320,7 @@ def written(path, rows):
 
 
 def load_pairs(source, cfg):
-    return read_all(open_pairs(source, "data.train", cfg, ALONE))
+    return read_all(open_examples(source, "data.train", cfg, ALONE))
 
 
 def test_every_layout_gives_the_same_pair(tmp_path):
@@ -366,16 +366,16 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     [
         (
             {"prompt": "a", "chosen": "b"},
-            r"line 2: data.rejected_key = 'rejected' must name a text or messages .* rejected side "
-            r"of a pair \(it is 'None'; its keys: prompt, chosen\); set data.chosen_key",
+            r"line 2: data.rejected_key = 'rejected' must name a text or messages, not empty \(the "
+            r"row has prompt, chosen\); correct the row, or set data.rejected_key",
         ),
         (
             {"prompt": "a", "chosen": " ", "rejected": "b"},
-            "line 2: data.chosen_key = 'chosen' must name a text or .* chosen side of a pair",
+            "line 2: data.chosen_key = 'chosen' must name a text or messages, not empty, not ' '",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": []},
-            "line 2: data.rejected_key = 'rejected' must name .* rejected side",
+            "line 2: data.rejected_key = 'rejected' must name a text or messages",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": [NO]},
@@ -469,8 +469,8 @@ def test_equal_and_long_pairs_are_dropped_and_counted():
     with pytest.raises(
         RankFailed,
         match=(
-            "of 2 pairs none is left: 1 have a side of more than data.max_tokens = 40 tokens, "
-            "1 have a chosen side equal"
+            r"of 2 rows none is left \(pairs_too_long 1, pairs_equal 1\); correct them or raise "
+            "data.max_tokens = 40"
         ),
     ):
         ranks(2, encode, rows[1::2], 40, True)
@@ -532,14 +532,14 @@ def test_transformers_gives_the_same_scores(tmp_path, family):
 
 def test_a_token_that_ends_answers_does_not_fill_up():
     tokenizer = make_tokenizer([])
-    assert chat.filling_token_id(tokenizer, [1], "m") == 0
+    assert filling_token_id(tokenizer, [1], "m") == 0
     tokenizer.pad_token = "<|end|>"
     with pytest.raises(
         UserError, match="m: its tokenizer has no pad token other than what ends an answer"
     ):
-        chat.filling_token_id(tokenizer, [1], "m")
+        filling_token_id(tokenizer, [1], "m")
     tokenizer.bos_token = "<|user|>"
-    assert chat.filling_token_id(tokenizer, [1], "m") == 3
+    assert filling_token_id(tokenizer, [1], "m") == 3
 
 
 # --------------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ from minirl.config.shared import (
     RewardConfig,
     RolloutConfig,
 )
-from minirl.data import chat
 from minirl.data.images import attach
 from minirl.data.prompts import Prompts
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import GemmaVision, read_vision
 from minirl.endpoint import open_endpoint
 from minirl.engine import compat, patches
@@ -264,7 +264,7 @@ KEPT_ENGINES = []
 def sampler_program(
     mesh, folder, rows, num_samples, temperature, engine_options, tickets, num_times=1
 ):
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     policy = make_policy(folder, mesh)
     vision = policy.vision and read_vision(folder, 4)
     if vision:  # every third without, every third with two
@@ -287,7 +287,7 @@ def sampler_program(
     sampler = make_sampler(engine, prompts, tickets)
     sampling = Sampling(
         max_tokens=20,
-        stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)),
+        stop_token_ids=tuple(stop_token_ids(tokenizer, folder)),
         temperature=temperature,
     )
     with engine.awake(

@@ -15,11 +15,12 @@ from minirl.config.parse import load_config, parse_flags
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig, SFTConfig
 from minirl.data import chat
+from minirl.data.chat import why_no_messages
 from minirl.data.examples import to_examples
-from minirl.data.formats import open_chats, open_pairs, open_prompts
-from minirl.data.messages import read_template_kwargs, read_tools, why_no_messages
-from minirl.data.prompts import Prompts
+from minirl.data.formats import open_examples
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
+from minirl.data.tokenizer import read_template_kwargs, read_tools, use_template
 from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Conversation
@@ -51,7 +52,7 @@ SWITCH = ROWS["tools"]["tools"][0]
 def tokenizer_of(**settings):
     tokenizer = make_tokenizer([])
     tokenizer.chat_template = TEMPLATE
-    return chat.use_template(tokenizer, RowsConfig(**settings))
+    return use_template(tokenizer, RowsConfig(**settings))
 
 
 def written(path, rows):
@@ -97,7 +98,7 @@ def test_a_row_is_the_text_that_it_should_be(tmp_path, name):
     stop_ids = [tokenizer.eos_token_id]
     source = written(tmp_path / "rows.jsonl", [row])
 
-    chats = open_chats(source, "data.train", ChatsConfig(**settings), ALONE)
+    chats = open_examples(source, "data.train", ChatsConfig(**settings), ALONE)
     (example,) = to_examples(tokenizer, None, chats[0], stop_ids)
     assert tokenizer.decode(example.tokens) == before + answer
     assert tokenizer.decode(example.tokens[example.sampled]) == answer
@@ -106,7 +107,7 @@ def test_a_row_is_the_text_that_it_should_be(tmp_path, name):
     if not isinstance(pair["chosen"], str):
         pair["rejected"] = [{"role": "assistant", "content": "no"}]
     source = written(tmp_path / "pairs.jsonl", [pair])
-    sides = open_pairs(source, "data.train", PairsConfig(**settings), ALONE)[0]
+    sides = open_examples(source, "data.train", PairsConfig(**settings), ALONE)[0]
     messages = sides["prompt"] + sides["chosen"]
     example = {**sides, "messages": messages, "trained": [len(messages) - 1]}
     (chosen,) = to_examples(tokenizer, None, example, stop_ids)
@@ -171,7 +172,7 @@ def test_arguments_hold_everywhere_and_those_of_a_row_count_before():
     question = [{"role": "user", "content": "q"}]
     tokenizer = make_tokenizer([])
     tokenizer.chat_template = "\n" + TEMPLATE  # a line break that stays
-    chat.use_template(tokenizer, RowsConfig(chat_template_kwargs={"enable_thinking": False}))
+    use_template(tokenizer, RowsConfig(chat_template_kwargs={"enable_thinking": False}))
     assert chat.render(tokenizer, question) == "\n<|user|>q!<|end|><|assistant|>"
     mine = {"enable_thinking": True}
     assert "!" not in chat.render(tokenizer, question, chat_template_kwargs=mine)
@@ -185,10 +186,10 @@ def test_arguments_hold_everywhere_and_those_of_a_row_count_before():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("thinking", "is no mapping"),
-        ([1], "is no mapping"),
-        ({"tools": []}, "sets 'tools'"),
-        ({"not a name": 1}, "sets 'not a name'"),
+        ("thinking", "has .'thinking'"),
+        ([1], r"has .'\[1\]'"),
+        ({"tools": []}, "has .'tools'"),
+        ({"not a name": 1}, "has .'not a name'"),
     ],
 )
 def test_what_is_no_argument_is_refused(value, message):
@@ -225,11 +226,9 @@ def test_what_describes_no_tool_is_refused(tmp_path, value):
 
 
 def test_a_bad_call_is_refused():
-    for call, problem in (
-        ({"function": {"name": "f", "arguments": "{"}}, "arguments of 'f' are neither"),
-        ({"function": {"arguments": {}}}, "one has no"),
-    ):
-        assert problem in why_no_messages([{"role": "assistant", "tool_calls": [call]}])
+    for function in ({"name": "f", "arguments": "{"}, {"arguments": {}}):
+        message = {"role": "assistant", "tool_calls": [{"function": function}]}
+        assert "message 1 is" in why_no_messages([message])
 
 
 def test_a_template_that_leaves_out_tools_or_calls_is_refused(tmp_path):
@@ -280,7 +279,7 @@ def test_dots_lead_into_nested_columns(tmp_path):
     rows, _ = read_rows(opened, ALONE, 0)
     wanted = {"prompt": "2 + 2 = ?", "answer": "4", "data_source": "sums"}
     assert {name: rows[0][name] for name in wanted} == wanted
-    chats = open_chats(
+    chats = open_examples(
         written(tmp_path / "b.jsonl", [{"turn": {"user": "a", "model": "b"}}]),
         "data.train",
         ChatsConfig(prompt_key="turn.user", completion_key="turn.model"),
@@ -329,7 +328,7 @@ def test_an_environment_with_prompts_of_its_own_needs_none(tmp_path, common):
     cfg = DataConfig()
     assert bool(Prompts(train, tokenizer_of(), cfg, seed=0).rendered(train[0])) == bool(common)
     if not common:
-        with pytest.raises(UserError, match="names no text"):
+        with pytest.raises(UserError, match="must name a text"):
             open_prompts(source, "data.train", DataConfig(), ALONE)[0]
 
 
@@ -337,7 +336,7 @@ def test_texts_without_a_template_are_no_messages(tmp_path):
     source = written(tmp_path / "a.jsonl", [ROWS["conversational"]])
     for open_rows, cfg in (
         (open_prompts, DataConfig(apply_chat_template=False)),
-        (open_chats, ChatsConfig(apply_chat_template=False)),
+        (open_examples, ChatsConfig(apply_chat_template=False)),
     ):
         with pytest.raises(UserError, match="apply_chat_template = False takes texts"):
             open_rows(source, "data.train", cfg, ALONE)[0]

@@ -16,9 +16,10 @@ from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.data.chat import encode, render
 from minirl.data.examples import Chats
-from minirl.data.formats import open_chats, open_prompts
-from minirl.data.order import Curriculum, Order
-from minirl.data.prompts import LengthBound, Prompts
+from minirl.data.formats import open_examples
+from minirl.data.order import Curriculum
+from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.rows import Order
 from minirl.data.sources import JsonLines
 from minirl.data.split import DIGEST, choose, read_rows
 from minirl.model.scratch import make_tokenizer
@@ -324,7 +325,7 @@ def test_only_the_rows_of_a_step_and_the_next_are_encoded():
 
 
 def fail_at_a_row(mesh, source):
-    rows, _ = read_rows(open_chats(source, "data.train", ChatsConfig(), mesh), mesh, 0)
+    rows, _ = read_rows(open_examples(source, "data.train", ChatsConfig(), mesh), mesh, 0)
     chats = chats_of(mesh, rows)
     told = None
     for step in range(10):

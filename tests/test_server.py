@@ -25,6 +25,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
+from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
@@ -596,7 +597,7 @@ def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
 
 def engine_program(mesh, folder):
     os.environ["NO_PROXY"] = "127.0.0.1"
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     policy = Policy(PolicyConfig(model=str(folder), dtype="float32"), folder, mesh)
     engine = RolloutEngine(
         EngineConfig(max_model_len=128, max_num_seqs=64, kv_cache_gb=0.03),
@@ -613,7 +614,7 @@ def engine_program(mesh, folder):
 
     driver.generate = ask
 
-    sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
+    sampling = Sampling(max_tokens=12, stop_token_ids=tuple(stop_token_ids(tokenizer, folder)))
     endpoint = Endpoint(driver, SimpleNamespace(tokenizer=tokenizer, vision=None), EndpointConfig())
     out = {}
     with engine.awake(
@@ -741,7 +742,7 @@ async def crowd(sessions, num=1000):
 
 def test_the_real_engine(tmp_path):
     (out,) = ranks(1, engine_program, tiny.make(tmp_path / "model"))
-    tokenizer = chat.load_tokenizer(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
     used, told, segments = out["chat"]
     assert used == len(out["asked"][2][1]) <= 5
     (segment,) = segments

@@ -27,10 +27,10 @@ from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
-from minirl.data import chat, turns
-from minirl.data.examples import Chats
-from minirl.data.formats import open_chats
-from minirl.data.order import Order
+from minirl.data import chat
+from minirl.data.examples import Chats, encode_chat, encode_text
+from minirl.data.formats import open_examples
+from minirl.data.rows import Order
 from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.run.supervised import SupervisedTrainer
@@ -204,7 +204,7 @@ def test_mask_of_a_chat_is_what_the_policy_would_sample(name, last_only):
     if last_only:
         trained = trained[-1:]
         segments = [s[0] if isinstance(s, list) and s is not segments[-1] else s for s in segments]
-    ((ids, mask, num_messages),) = turns.encode_chat(tokenizer, messages, trained, stop_ids)
+    ((ids, mask, num_messages),) = encode_chat(tokenizer, messages, trained, stop_ids)
     assert (ids, mask) == by_hand(tokenizer, *segments) and num_messages == len(messages)
     whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert whole[: len(ids)] == ids
@@ -217,7 +217,7 @@ def segments_of(template, messages, trained, stop):
     """The ids and masks of a chat's segments."""
     tokenizer = tokenizer_for(template)
     stop_ids = [tokenizer.convert_tokens_to_ids(stop)]
-    return [s[:2] for s in turns.encode_chat(tokenizer, messages, trained, stop_ids)]
+    return [s[:2] for s in encode_chat(tokenizer, messages, trained, stop_ids)]
 
 
 def test_each_turn_of_a_template_that_rewrites_history_is_trained_as_the_policy_sees_it():
@@ -286,7 +286,7 @@ def test_a_generation_prompt_may_begin_the_answer(content, segments):
     tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<think>", "</think>"]})
     stop_ids = [tokenizer.convert_tokens_to_ids("</s>")]
     chat = [HI, {"role": "assistant", "content": content}]
-    ((ids, mask, _),) = turns.encode_chat(tokenizer, chat, [1], stop_ids)
+    ((ids, mask, _),) = encode_chat(tokenizer, chat, [1], stop_ids)
     assert (ids, mask) == by_hand(tokenizer, *segments)
 
 
@@ -383,7 +383,7 @@ def test_a_token_across_the_border_is_not_in_the_loss(trim):
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=inner, eos_token="</s>", chat_template=template.replace("HEAD", head)
         )
-        ((ids, mask, _),) = turns.encode_chat(
+        ((ids, mask, _),) = encode_chat(
             tokenizer,
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}],
             [1],
@@ -397,11 +397,11 @@ def test_a_token_across_the_border_is_not_in_the_loss(trim):
 
 def test_every_token_of_a_text_but_its_first_is_in_the_loss():
     tokenizer = make_tokenizer([])
-    ids, mask = chat.encode_text(tokenizer, "ab <|end|> c")
+    ids, mask = encode_text(tokenizer, "ab <|end|> c")
     assert tokenizer.decode(ids) == "ab <|end|> c<|end|>" and mask == [False] + [True] * (
         len(ids) - 1
     )
-    assert chat.encode_text(tokenizer, "a<|end|>")[0].count(tokenizer.eos_token_id) == 1
+    assert encode_text(tokenizer, "a<|end|>")[0].count(tokenizer.eos_token_id) == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def written(path, rows):
 
 
 def load_chats(source, cfg):
-    return read_all(open_chats(source, "data.train", cfg, ALONE))
+    return read_all(open_examples(source, "data.train", cfg, ALONE))
 
 
 def test_columns_say_what_a_row_is(tmp_path):
@@ -460,18 +460,18 @@ def test_columns_say_what_a_row_is(tmp_path):
     [
         (
             {"question": "a", "answer": "b"},
-            r"line 2: the row has neither 'messages' .* \(its keys: question, answer\); "
-            r"set data.messages_key, prompt_key",
+            r"line 2: data.messages_key = 'messages' must name messages, or .* \(the row has "
+            r"question, answer\); correct the row, or set data.messages_key",
         ),
-        ({"prompt": "a"}, "line 2: the row has neither"),
-        ({"messages": "a"}, "line 2: the row has neither"),
-        ({"messages": []}, "line 2: the row has neither"),
+        ({"prompt": "a"}, "line 2: data.messages_key = 'messages' must name"),
+        ({"messages": "a"}, "line 2: data.messages_key = 'messages' must name"),
+        ({"messages": []}, "line 2: data.messages_key = 'messages' must name"),
         (["a"], "line 2: a row must be an object of named values, not a list"),
         ({"messages": [HI, BYE]}, "line 2: no assistant turn follows"),
         ({"prompt": [HI, YO], "completion": [BYE]}, "line 2: no assistant turn follows"),
         (
             {"prompt": "a", "completion": ["b"]},
-            "line 2: .* 'completion' .*, as message 1 has no role and content",
+            "line 2: .* 'completion' .*; message 1 is b",
         ),
         (
             {
@@ -554,7 +554,7 @@ def test_long_rows_are_cut_and_those_left_without_loss_are_dropped():
         ranks(2, encode, [long_prompt, {"text": ""}], 10)
     assert (
         failed.value.kind == "UserError"
-        and "none of the 2 rows has a token in the loss within data.max_tokens = 10; raise it"
+        and "of 2 rows none is left (rows_cut 1, rows_dropped 2); correct them or raise"
         in failed.value.text
     )
 
@@ -611,7 +611,7 @@ def one_step(mesh, folder, source):
     LlamaRMSNorm.forward = exact_norm
     policy = Policy(PolicyConfig(dtype="float64"), folder, mesh)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows, _ = read_rows(open_chats(source, "data.train", ChatsConfig(), mesh), mesh, 0)
+    rows, _ = read_rows(open_examples(source, "data.train", ChatsConfig(), mesh), mesh, 0)
     chats = Chats(
         rows, tokenizer, [1], ChatsConfig(max_tokens=40), mesh, ThreadPoolExecutor(1), seed=0
     )
@@ -839,8 +839,8 @@ BAD = {  # name -> flags, what the message must say
         ["--data.messages-key", "talk"],
         [
             "data.train",
-            "line 1: the row has neither 'talk'",
-            "its keys: messages",
+            "line 1: data.messages_key = 'talk' must name messages",
+            "the row has messages",
             "data.messages_key",
         ],
     ),
@@ -848,7 +848,7 @@ BAD = {  # name -> flags, what the message must say
         ["--data.train", "{folder}/asked.jsonl"],
         ["asked.jsonl: line 1: no assistant turn follows"],
     ),
-    "all masked": (["--data.max-tokens", 5], ["none of the", "data.max_tokens = 5", "raise it"]),
+    "all masked": (["--data.max-tokens", 5], ["none is left", "raise data.max_tokens = 5"]),
     "no template": (["--policy.model", "{folder}/bare"], ["bare", "no chat template"]),
     "too long for the model": (
         ["--data.max-tokens", 4096, "--tokens-per-rank", 4096],

@@ -23,12 +23,13 @@ from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.config.validate import validate_templates
 from minirl.data import chat
-from minirl.data.examples import Chats
-from minirl.data.formats import open_chats, open_pairs, open_prompts
-from minirl.data.order import Order, WeightedOrder
-from minirl.data.prompts import LengthBound, Prompts
+from minirl.data.examples import Chats, encode_chat
+from minirl.data.formats import open_examples
+from minirl.data.order import WeightedOrder
+from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.rows import Order
 from minirl.data.split import read_rows
-from minirl.data.turns import encode_chat
+from minirl.data.tokenizer import use_template
 from minirl.model.scratch import make_tokenizer
 from minirl.run.inputs import load_splits
 
@@ -59,7 +60,7 @@ def rows_of(source, setting="data.train", **cfg):
 
 
 def chats_of(source, **cfg):
-    return read_all(open_chats(source, "data.train", ChatsConfig(**cfg), ALONE))
+    return read_all(open_examples(source, "data.train", ChatsConfig(**cfg), ALONE))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ def test_pairs_in_sharegpt_s_layout(tmp_path):
         {"chosen": [HUMAN, GPT], "rejected": [HUMAN, other]},
     ):
         source = jsonl(tmp_path / "a.jsonl", [row])
-        (pair,) = read_all(open_pairs(source, "data.train", PairsConfig(), ALONE))
+        (pair,) = read_all(open_examples(source, "data.train", PairsConfig(), ALONE))
         assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ([USER], [ANSWER], [wrong])
 
 
@@ -346,10 +347,10 @@ def test_places_of_images_in_sharegpt_s_layout(tmp_path):
     [
         (
             {"from": "narrator", "value": "x"},
-            "message 2 is {'from': 'narrator', .*from must be one of human",
+            "message 2 is {'from': 'narrator', .*from, one of human",
         ),
         ({"from": "gpt", "value": None}, "message 2 is {'from': 'gpt', 'value': None}"),
-        ({"from": "function_call", "value": "add(1)"}, "message 2 has tool_calls, and one has no"),
+        ({"from": "function_call", "value": "add(1)"}, "message 2 is .*tool_calls"),
     ],
 )
 def test_who_speaks_in_sharegpt_s_layout_is_known(tmp_path, turn, message):
@@ -361,7 +362,7 @@ def test_who_speaks_in_sharegpt_s_layout_is_known(tmp_path, turn, message):
 def test_a_name_that_was_asked_for_has_no_others(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"input": "q", "label": "l"}])
     with pytest.raises(
-        UserError, match=r"line 1: data.prompt_key = 'question' names no .*its keys: input, label"
+        UserError, match=r"line 1: data.prompt_key = 'question' must name .*row has input, label"
     ):
         rows_of(source, prompt_key="question")
     with pytest.raises(UserError, match=r"data.answer_key = 'gold' names a column that no row of"):
@@ -549,16 +550,14 @@ def test_a_chat_template_from_a_file(tmp_path):
         "{% for m in messages %}[{{ m.content }}]{% endfor %}"
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
     )
-    tokenizer = chat.use_template(
-        make_tokenizer([]), RowsConfig(chat_template=f"{tmp_path}/t.jinja")
-    )
+    tokenizer = use_template(make_tokenizer([]), RowsConfig(chat_template=f"{tmp_path}/t.jinja"))
     assert tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, [USER]))) == "[1+1]"
     with pytest.raises(UserError, match="the chat template refuses a chat: no"):
         chat.encode(tokenizer, chat.render(tokenizer, [{"role": "user", "content": "bad"}]))
     with pytest.raises(UserError, match="data.chat_template = '.*none.jinja': no such file"):
-        chat.use_template(tokenizer, RowsConfig(chat_template=f"{tmp_path}/none.jinja"))
+        use_template(tokenizer, RowsConfig(chat_template=f"{tmp_path}/none.jinja"))
     before = tokenizer.chat_template
-    assert chat.use_template(tokenizer, RowsConfig()).chat_template == before
+    assert use_template(tokenizer, RowsConfig()).chat_template == before
 
 
 def test_a_plain_template_has_the_prompt_and_then_the_answer():
@@ -566,7 +565,7 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
     with_bos = make_tokenizer([])
     with_bos.add_special_tokens({"bos_token": "<|user|>"})
     for tokenizer in (make_tokenizer([]), with_bos):
-        tokenizer = chat.use_template(
+        tokenizer = use_template(
             tokenizer, RowsConfig(input_template=plain.replace("{{ {%", "{ {%"))
         )
         text = "Q: \"{{ 1+1 }}\"\n{ {% 'é' %}\nA: "

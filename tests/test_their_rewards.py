@@ -14,8 +14,7 @@ import pytest
 from in_memory import ALONE, memory_rows
 from minirl.base.errors import UserError
 from minirl.config.shared import DataConfig, RewardConfig
-from minirl.data.formats import open_prompts
-from minirl.data.prompts import Prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.engine.loop import Completion
 from minirl.envs.adapters.openrlhf import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer

@@ -29,7 +29,7 @@ from minirl.base.files import (
     sync_file,
     sync_files,
 )
-from minirl.data import chat
+from minirl.data.tokenizer import filling_token_id, stop_token_ids
 from minirl.model import build, families, loading
 from minirl.model.adapters import files
 from minirl.parallel.fsdp import local
@@ -160,8 +160,8 @@ def write_companions(plan: FolderPlan, folder: Path) -> None:
     if loading.SCORE in plan.shapes:
         config.architectures = [families.score_class(config, str(source))]
         config.num_labels = 1
-        stops = chat.stop_token_ids(tokenizer, source)
-        config.pad_token_id = chat.filling_token_id(tokenizer, stops, str(source))
+        stops = stop_token_ids(tokenizer, source)
+        config.pad_token_id = filling_token_id(tokenizer, stops, str(source))
         tokenizer.pad_token_id = config.pad_token_id
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

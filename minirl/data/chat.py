@@ -1,213 +1,143 @@
-"""Messages to texts and token ids, through the chat template of the tokenizer."""
+"""Chats: what a message is, and how the template and the tokenizer make token ids of messages.
 
-import json
+Rows, environments and requests bring messages in the forms of TRL, OpenAI and `datasets`; chat
+templates read one form.
+"""
+
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
-from minirl.base.reading import is_unicode, library_reads, read_text
-from minirl.config.shared import RowsConfig
-from minirl.data.messages import Messages, for_template, read_template_kwargs
+from minirl.base.reading import is_unicode, parse_json
+
+Messages = list[dict]  # A chat: each with a role and a content.
+RowPrompt = str | Messages
+# What an error message says of a message that is none.
+MESSAGE = (
+    'a role, and a content that is a text or a list of {"type": "text", "text": ...} and '
+    '{"type": "image"}; each of its tool_calls is {"function": {"name": ..., "arguments": {...}}}'
+)
 
 
-def load_tokenizer(
-    folder: Path, data: RowsConfig | None = None, *, chats: bool = True
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model's folder.
+def to_messages(prompt: RowPrompt, system_prompt: str) -> Messages:
+    """Return a prompt as messages, after the system prompt unless it is empty or there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
 
-    Args:
-        folder: of the model (policy.model).
-        data: may have another chat template, as in `use_template`.
-        chats: whether there are chats to encode.
 
-    Raises:
-        UserError: the tokenizer cannot be read; or there are chats to encode, and no template for
-            them, or one that leaves out what it is given.
+def why_no_messages(value: object) -> str:
+    """Return what is wrong with a list of messages with role and content; empty: nothing."""
+    if not isinstance(value, list) or not value:
+        return "there is no list of messages"
+    for number, message in enumerate(value, start=1):
+        if not _is_message(message):
+            return f"message {number} is {str(message)[:100]}, and a message has {MESSAGE}"
+    return ""
+
+
+def is_messages(value: object) -> TypeGuard[Messages]:
+    """Return whether this is a list of messages with role and content, and not empty."""
+    return not why_no_messages(value)
+
+
+def is_prompt(value: object) -> TypeGuard[RowPrompt]:
+    """Return whether this is a text or a list of messages, and not empty."""
+    return is_messages(value) or (isinstance(value, str) and bool(value))
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    role = message.get("role")
+    content = message.get("content")
+    calls = message.get("tool_calls") or []
+    if not isinstance(role, str) or not role:
+        return False
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        return False
+    if isinstance(content, list):
+        return bool(content) and all(map(_is_part, content))
+    return isinstance(content, str) or (content is None and bool(calls))
+
+
+def _is_call(call: object) -> bool:
+    match call:
+        case {"function": {"name": str()} as function}:
+            return isinstance(_arguments(function), dict)
+    return False
+
+
+def _is_part(part: object) -> bool:
+    match part:
+        case {"type": "image"} | {"type": "text", "text": str()}:
+            return True
+        case {"type": "image_url", "image_url": {"url": str()}}:
+            return True
+    return False
+
+
+def parts_of(message: dict) -> list[dict]:
+    """Return the parts of a message's content; none if it is a text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def images_of(messages: Messages) -> list[str]:
+    """Return the data URLs of the images that `images.attach` put into a chat, in their order."""
+    urls = []
+    for message in messages:
+        urls += [part["image"] for part in parts_of(message) if part["type"] == "image"]
+    return urls
+
+
+def has_calls(messages: Messages) -> bool:
+    """Return whether a message calls a tool."""
+    return any(message.get("tool_calls") for message in messages)
+
+
+def for_template(messages: Messages) -> Messages:
+    """Return messages as chat templates want them: arguments of calls are mappings.
+
+    A message with calls has a content, which may be empty. Done twice, it changes nothing more.
+    Calls must be good by `why_no_messages`.
     """
-    with library_reads(f"policy.model = {folder}: its tokenizer"):
-        # Cleaning up would not give texts back as they were.
-        tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
-    if data:
-        use_template(tokenizer, data)
-    if chats and tokenizer.chat_template is None:
-        raise UserError(
-            f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
-            "data.chat_template"
-        )
-    if chats:
-        named = f"data.chat_template = {data.chat_template}" if data and data.chat_template else ""
-        check_template(tokenizer, named or f"policy.model = {folder}: its chat template")
-    return tokenizer
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    out = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if value is not None}
+        calls = []
+        for call in message.pop("tool_calls", ()):
+            function = {**call["function"], "arguments": _arguments(call["function"])}
+            known = {key: value for key, value in call.items() if value is not None}
+            calls.append({"type": "function", **known, "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        out.append({**message, "content": message.get("content", "")})
+    return out
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Refuse a chat template that leaves out what the user says.
-
-    One that refuses this chat may take those of the data; those that it refuses are named with
-    their rows.
-
-    Args:
-        tokenizer: has the template.
-        where: begins an error message.
-
-    Raises:
-        UserError: the prompt is in no rendering of it, neither as a text nor as parts.
-    """
-    text = "minirl asks"
-    renderings = []
-    for content in (text, [{"type": "text", "text": text}]):
-        try:
-            renderings.append(render(tokenizer, [{"role": "user", "content": content}]))
-        except UserError:
-            return
-        is_whole_part = f"'text': '{text}'" in renderings[-1]  # Python's form of it.
-        if text in renderings[-1] and not is_whole_part:
-            return
-    raise UserError(
-        f"{where} leaves out the prompt: it renders {renderings[0][:80]!r} where the user says "
-        f"{text!r}; correct it, or name another by data.chat_template"
-    )
+def _arguments(function: dict) -> Any:
+    """Return the arguments of a call, read if they are a JSON text."""
+    return parsed(function.get("arguments")) or {}
 
 
-def check_tokens(
-    tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], vocab_size: int, where: str
-) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for.
-
-    Special tokens may lie beyond it, as that of images does in models for text alone. A prompt that
-    has one is refused by `encode`.
-
-    Args:
-        tokenizer: of the model.
-        stop_ids: tokens that end an answer.
-        vocab_size: of the model's config.
-        where: begins an error message.
-
-    Raises:
-        UserError: a token that texts are made of, or one that ends an answer, lies beyond.
-    """
-    advice = "take the tokenizer and the config.json that belong to the weights"
-    wrong = [token for token in stop_ids if token >= vocab_size]
-    require(
-        not wrong,
-        f"{where}: the eos tokens {wrong} lie beyond vocab_size = {vocab_size}; correct "
-        f"eos_token_id in generation_config.json, or {advice}",
-    )
-    special = set(tokenizer.all_special_ids)
-    for number, added in tokenizer.added_tokens_decoder.items():
-        if added.special:
-            special.add(number)
-    beyond = {
-        text: number
-        for text, number in tokenizer.get_vocab().items()
-        if number >= vocab_size and number not in special
-    }
-    require(
-        not beyond,
-        f"{where}: its tokenizer has {len(beyond)} tokens beyond vocab_size = {vocab_size}, such "
-        f"as {list(beyond.items())[:1]}; {advice}",
-    )
-
-
-def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTrainedTokenizerBase:
-    """Give the tokenizer another chat template, if `data` has one.
-
-    Args:
-        tokenizer: changed in place.
-        data: has data.chat_template, a file with a Jinja template; data.input_template, a text
-            with the prompt in place of its `{}`, followed by an answer and the end-of-sequence
-            token, which without data.apply_chat_template is `{}` itself; and
-            data.chat_template_kwargs, which the template gets wherever it is rendered.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        UserError: the file cannot be read, or an argument is none that a template can have.
-    """
-    if data.chat_template:
-        tokenizer.chat_template = read_text(data.chat_template, "data.chat_template =")
-    input_template = data.input_template if data.apply_chat_template else "{}"
-    if input_template:
-        # A chat begins as a plain text of this tokenizer does: with its first token, if it has one.
-        begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
-        begin = json.dumps(tokenizer.bos_token if begins else "")
-        texts = input_template.split("{}")
-        around_prompt = [json.dumps(text, ensure_ascii=False) for text in texts]
-        tokenizer.chat_template = (
-            "{% if messages[0].role != 'user' or messages|length > 2 %}"
-            "{{ raise_exception('data.input_template, and data.apply_chat_template = False, take "
-            "a prompt that is one text and an answer; leave them as they are for chats') }}"
-            "{% endif %}"
-            f"{{{{ {begin} + {' + messages[0].content + '.join(around_prompt)} }}}}"
-            "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
-        )
-    # Give the template's variables values for where a rendering gives them none. A template writes
-    # values as Python does.
-    kwargs = read_template_kwargs(data.chat_template_kwargs, "data.chat_template_kwargs")
-    defaults = "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
-        for name, value in (kwargs or {}).items()
-    )
-    if defaults:
-        defaults += "{{ '' }}"  # A line break after a block would be left out of the template.
-    template = tokenizer.chat_template
-    if isinstance(template, dict):  # Some models have one for tools next to the default one.
-        tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
-    elif template is not None:
-        tokenizer.chat_template = defaults + template
-    return tokenizer
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
-    """Return every token that ends an answer: the tokenizer's and generation_config.json's.
-
-    Raises:
-        UserError: there is none, or generation_config.json says it in another form.
-    """
-    ids = {tokenizer.eos_token_id}
-    where = f"policy.model = {folder}: its generation_config.json"
-    if (folder / "generation_config.json").exists():
-        with library_reads(where):
-            eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        for token in eos if isinstance(eos, list) else [eos]:
-            require(
-                token is None or (type(token) is int and token >= 0),
-                f"{where} has eos_token_id = {eos!r}; give the number of a token, or a list of "
-                "numbers",
-            )
-            ids.add(token)
-    ids.discard(None)
-    require(
-        ids,
-        f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos "
-        "token, so no answer would end",
-    )
-    return sorted(ids)
-
-
-def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], where: str) -> int:
-    """Return a token that can fill up short rows of a reward model.
-
-    It must not end an answer, because transformers takes a row's score at the last token that is
-    another.
-
-    Raises:
-        UserError: the tokenizer has no such token; `where` begins the message.
-    """
-    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
-        if token is not None and token not in stop_ids:
-            return token
-    raise UserError(
-        f"{where}: its tokenizer has no pad token other than what ends an answer, and transformers "
-        "would take a reward model's score before the end; give the tokenizer a pad_token "
-        "that ends no answer"
-    )
+def parsed(value: object) -> Any:
+    """Return what a JSON text says; anything else, and a text that is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
 
 
 def render(
@@ -252,41 +182,9 @@ def renderer(tokenizer: PreTrainedTokenizerBase, row: dict) -> Callable[..., str
     return partial(render, tokenizer, **row.get("template_inputs", {}))
 
 
-def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict]) -> None:
-    """Refuse a chat template that leaves out the tools it is given.
-
-    The policy would be trained to use tools that it has never seen.
-
-    Raises:
-        UserError: a chat renders alike with and without these tools.
-    """
-    question: Messages = [{"role": "user", "content": "minirl asks"}]
-    names = ", ".join(tool["function"]["name"] for tool in tools)
-    require(
-        render(tokenizer, question, tools=tools) != render(tokenizer, question),
-        f"the chat template of policy.model shows no tools, and a chat comes with some ({names}): "
-        "the policy would not know of them; name a template that renders `tools` by "
-        "data.chat_template",
-    )
-
-
-def require_calls_shown(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template that leaves out calls of tools.
-
-    Raises:
-        UserError: an answer that calls a tool does not have the tool's name.
-    """
-    function = {"name": "minirl_asks", "arguments": {"number": 1}}
-    call = {"id": "callminir", "type": "function", "function": function}
-    messages: Messages = [
-        {"role": "user", "content": "minirl asks"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    require(
-        "minirl_asks" in render(tokenizer, messages, header=False),
-        "the chat template of policy.model shows no tool_calls, and a message has some: their "
-        "answers would be empty; name a template that renders `tool_calls` by data.chat_template",
-    )
+def is_text(text: str) -> bool:
+    """Return whether a tokenizer takes a text: half of a surrogate pair is no character."""
+    return text.isascii() or is_unicode(text)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -296,18 +194,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         UserError: the text has half of a surrogate pair.
     """
     require(
-        text.isascii() or is_unicode(text),
+        is_text(text),
         f"the text {text[:200]!r} has half of a surrogate pair, which is no character; remove it",
     )
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
-    """Return the token ids and the loss mask of a plain text.
-
-    The tokens that begin and end a text are among them; all but the first are in the loss.
-    """
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids.append(tokenizer.eos_token_id)
-    return ids, [i > 0 for i in range(len(ids))]

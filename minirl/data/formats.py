@@ -1,35 +1,35 @@
-"""What rows mean, in anyone's columns: prompts, chats, pairs and judged answers.
+"""What rows mean, in anyone's columns: prompts in other forms, chats, pairs and judged answers.
 
-Columns are read as TRL and OpenRLHF write them. A reader of a format takes a row as its source
-holds it, with the source and the names of the columns, and raises UserError if it cannot be one.
-`Rows` puts the place of the row before the message.
+Columns are read as TRL, OpenRLHF and ShareGPT write them. A reader takes a row as its source holds
+it, with the source and the names of the columns, and raises UserError if it cannot be one. `Rows`
+puts the place of the row before the message.
 """
 
+import math
 import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from minirl.base.errors import UserError, require
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig
-from minirl.data.images import attach
-from minirl.data.messages import (
+from minirl.data.chat import (
     Messages,
     RowPrompt,
-    fault_of,
     for_template,
     has_calls,
     is_messages,
     is_prompt,
-    read_template_kwargs,
-    read_tools,
+    parsed,
     to_messages,
-    without_none,
+    why_no_messages,
 )
-from minirl.data.rows import Rows, open_rows
+from minirl.data.images import attach
+from minirl.data.rows import Rows
 from minirl.data.sources import Source
+from minirl.data.split import open_rows
+from minirl.data.tokenizer import read_template_kwargs, read_tools, without_none
 from minirl.parallel.mesh import Mesh
 
 # What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
@@ -39,8 +39,11 @@ OTHER_NAMES = {
     "messages": ("conversations",),
     "completion": ("output",),
     "answer": ("solution", "label"),
-    "data_source": ("datasource",),
 }
+# Who speaks in a row of ShareGPT's layout -> the role. Others are called as their role.
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+SPEAKERS |= {"function_call": "assistant", "observation": "tool"}
+SPEAKERS |= {role: role for role in ("user", "assistant", "system", "tool")}
 NO_PROMPT = ""  # The prompt of a row for which the environment makes one.
 SIDES = ("chosen", "rejected")
 
@@ -50,38 +53,111 @@ def column(row: dict, key: str) -> Any:
 
     Alpaca's `instruction` comes together with its `input`, if the row has that too.
     """
-    value = row.get(key)
-    if value is not None:
-        return value
-    for name in OTHER_NAMES.get(key, ()):
+    for name in (key, *OTHER_NAMES.get(key, ())):
         value = row.get(name)
-        if value is None:
-            continue
-        context = row.get("input")
-        if name == "instruction" and isinstance(value, str) and isinstance(context, str):
-            return "\n\n".join(text for text in (value, context) if text)
-        return value
+        if name == "instruction" and isinstance(value, str) and isinstance(row.get("input"), str):
+            return "\n\n".join(text for text in (value, row["input"]) if text)
+        if value is not None:
+            return value
     return None
 
 
-def require_column(raw: dict, setting: str, key: str, default: str) -> None:
+def wrong_column(setting: str, key: str, wanted: str, row: dict, *values: object) -> UserError:
+    """Return the error for a row without something under a key.
+
+    Args:
+        setting: names the key.
+        key: the column's name.
+        wanted: what should be there.
+        row: the row.
+        values: what is there instead.
+    """
+    given = [value for value in values if value is not None]
+    shown = f", not {str(given[0])[:60]!r}" if given else ""
+    faults = filter(None, [why_no_messages(value) for value in given if isinstance(value, list)])
+    if fault := next(faults, ""):
+        speakers = ", ".join(SPEAKERS)
+        shown = f"; {fault} (or ShareGPT's value, a text, and from, one of {speakers})"
+    return UserError(
+        f"{setting} = {key!r} must name {wanted}{shown} (the row has "
+        f"{', '.join(map(str, row))}); correct the row, or set {setting} to another column"
+    )
+
+
+def require_named(row: dict, setting: str, key: str, default: str) -> None:
     """Refuse a row without the named column that has the default one. Raises UserError.
 
     Rows may lack it. But one that has the default's column instead was meant otherwise.
     """
-    if key in raw or key == default or raw.get(default) is None:
-        return  # Nearly every row: a message is made for a bad one only.
-    raise UserError(
-        f"{setting} = {key!r} names no column, and the row has {default!r} ({_keys(raw)}); set "
-        f"{setting} to one of them"
-    )
+    if key not in row and key != default and row.get(default) is not None:
+        raise wrong_column(setting, key, f"a column, and the row has {default!r}", row)
 
 
-def _keys(raw: dict) -> str:
-    return f"its keys: {', '.join(map(str, raw))}"
+def from_sharegpt(raw: dict) -> dict:
+    """Return a row with role and content in its messages, where ShareGPT has `from` and `value`.
+
+    A list of such messages is replaced in whatever column it is, and so is a single one: the two
+    sides of a pair. `system`, if the row has it, is put before `conversations`, and `<image>` is
+    the place of an image if the row has some.
+    """
+    found: dict[str, Messages] = {}
+    has_images = bool(raw.get("image") or raw.get("images"))
+    for key, value in raw.items():
+        messages = [value] if isinstance(value, dict) else value
+        if isinstance(messages, list) and messages and isinstance(messages[0], dict):
+            found[key] = [_from_speaker(message, has_images) or message for message in messages]
+    system = raw.get("system")
+    chat = found.get("conversations", [])
+    if chat and chat[0].get("role") != "system" and isinstance(system, str) and system:
+        chat.insert(0, {"role": "system", "content": system})
+    return raw | found
 
 
-def _with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -> RowPrompt:
+def _from_speaker(message: object, has_images: bool) -> dict:
+    """Return one message of ShareGPT's with its role; {} for what is none."""
+    match message:
+        case {"from": "function_call", "value": str(text)}:
+            call = {"type": "function", "function": parsed(text)}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case {"from": str(speaker), "value": str(text)} if speaker in SPEAKERS:
+            role = SPEAKERS[speaker]
+            if not has_images or "<image>" not in text:
+                return {"role": role, "content": text}
+            parts = []
+            for piece in text.split("<image>"):
+                parts += [{"type": "image"}, {"type": "text", "text": piece}]
+            # What the text begins with follows no image.
+            return {"role": role, "content": [p for p in parts[1:] if p.get("text", "x").strip()]}
+    return {}
+
+
+def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPrompt, Any]:
+    """Return the prompt of a row, and its answer or None, in whatever form they are.
+
+    Of a chat to imitate, the last turn is the answer.
+
+    Raises:
+        UserError: there is no prompt, or messages and no template to be applied, or the row has
+            the default's column and not the named one.
+    """
+    require_named(raw, "data.answer_key", cfg.answer_key, "answer")
+    row = from_sharegpt(raw)
+    prompt = column(row, cfg.prompt_key)
+    answer = column(row, cfg.answer_key)
+    if prompt is None and env_prompts:
+        return NO_PROMPT, answer
+    is_chat = prompt is row.get("messages") or prompt is row.get("conversations")
+    is_chat = is_chat and cfg.prompt_key not in ("messages", "conversations")
+    if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
+        answer = prompt[-1]["content"] if answer is None else answer
+        prompt = prompt[:-1]
+    if not is_prompt(prompt):
+        raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
+    refuse_chats(cfg, prompt)
+    return prompt, answer
+
+
+def with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -> RowPrompt:
     """Return the prompt with the images of its row: data.images_key, or the one in `image`.
 
     A text with images becomes messages, and messages get the form that chat templates want.
@@ -104,7 +180,7 @@ def _with_calls(messages: Messages, source: Source) -> Messages:
     return for_template(without_none(messages) if source.is_arrow else messages)
 
 
-def _template_inputs(raw: dict, cfg: RowsConfig) -> dict:
+def template_inputs(raw: dict, cfg: RowsConfig) -> dict:
     """Return what a chat template gets of a row beyond its messages, to be added to the row.
 
     Returns:
@@ -114,17 +190,18 @@ def _template_inputs(raw: dict, cfg: RowsConfig) -> dict:
     Raises:
         UserError: one is not what it should be.
     """
-    inputs: dict[str, list[dict] | dict] = {}
     tools = raw.get(cfg.tools_key) if cfg.tools_key else None
-    if tools is not None and (found := read_tools(tools, f"data.tools_key = {cfg.tools_key!r}")):
-        inputs["tools"] = found
-    kwargs = raw.get("chat_template_kwargs")
-    if kwargs is not None and (read := read_template_kwargs(kwargs, "chat_template_kwargs")):
-        inputs["chat_template_kwargs"] = read
+    inputs = {
+        "tools": read_tools(tools, f"data.tools_key = {cfg.tools_key!r}"),
+        "chat_template_kwargs": read_template_kwargs(
+            raw.get("chat_template_kwargs"), "chat_template_kwargs"
+        ),
+    }
+    inputs = {name: value for name, value in inputs.items() if value}
     return {"template_inputs": inputs} if inputs else {}
 
 
-def _refuse_chats(cfg: RowsConfig, *values: object) -> None:
+def refuse_chats(cfg: RowsConfig, *values: object) -> None:
     """Refuse messages where no chat template is to be applied. Raises UserError."""
     if not cfg.apply_chat_template and any(isinstance(value, list) for value in values):
         raise UserError(
@@ -133,104 +210,45 @@ def _refuse_chats(cfg: RowsConfig, *values: object) -> None:
         )
 
 
-def open_prompts(
-    source: str | list[str],
-    setting: str,
-    cfg: DataConfig,
-    mesh: Mesh,
-    *,
-    env_prompts: bool = False,
+def open_examples(
+    source: str | list[str], setting: str, cfg: ChatsConfig | PairsConfig, mesh: Mesh
 ) -> Rows:
-    """Return the rows of `data.train` or `data.eval` for RL, of which distinct ones are used.
-
-    Collective. They stay in the order of their sources. Every row has "prompt" and, where the
-    source has one, "answer", whatever the columns are called there; "data_source" where a column
-    names it or there are several sources; "template_inputs" where it has tools or arguments for the
-    template; and all that it had.
+    """Return rows to imitate or to compare, in the order of their sources. Collective.
 
     Args:
         source: one source, or several, as sources.py describes them.
         setting: `data.train` or `data.eval`, for error messages.
-        cfg: the names of the columns.
+        cfg: the names of the columns; by its class the rows are those of READERS.
         mesh: the ranks.
-        env_prompts: the environment may make the prompts, so that rows need none. One without has
-            the empty text.
-
-    Raises:
-        UserError: a source cannot be read. A row without a prompt raises one when it is read.
-    """
-    make_row = partial(
-        _to_prompt, cfg=cfg, several=isinstance(source, list), env_prompts=env_prompts
-    )
-    return open_rows(source, setting, make_row, cfg, mesh, distinct=True, env_prompts=env_prompts)
-
-
-def _to_prompt(
-    raw: dict, source: Source, cfg: DataConfig, several: bool, env_prompts: bool = False
-) -> dict:
-    require_column(raw, "data.answer_key", cfg.answer_key, "answer")
-    prompt = column(raw, cfg.prompt_key)
-    is_left_to_env = prompt is None and env_prompts
-    if is_left_to_env:
-        prompt = NO_PROMPT
-    answer = column(raw, cfg.answer_key)
-    # Of a chat to imitate, the last turn is the answer.
-    chats = ("messages", "conversations")
-    is_chat = cfg.prompt_key not in chats and any(prompt is raw.get(name) for name in chats)
-    if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
-        answer = prompt[-1]["content"] if answer is None else answer
-        prompt = prompt[:-1]
-    if not is_left_to_env and not is_prompt(prompt):
-        raise UserError(
-            f"data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages with role "
-            f"and content{fault_of(prompt)} ({_keys(raw)}); set data.prompt_key to the one that "
-            "holds the prompt"
-        )
-    _refuse_chats(cfg, prompt)
-    row = dict(raw)
-    row.pop(cfg.images_key, None)
-    row.pop("image", None)
-    row |= _template_inputs(raw, cfg)
-    row["prompt"] = _with_images(prompt, raw, source, cfg)
-    if answer is not None:
-        row["answer"] = answer
-    data_source = column(raw, cfg.source_key) or (source.name if several else None)
-    if data_source:
-        row["data_source"] = str(data_source)
-    return row
-
-
-def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Mesh) -> Rows:
-    """Return rows to imitate, in the order of their sources. Collective.
-
-    A row is, by the first of its columns that it has, a chat, a prompt with its completion (each a
-    text or messages) or a text.
-
-    Args:
-        source: one source, or several, as sources.py describes them.
-        setting: `data.train` or `data.eval`, for error messages.
-        cfg: the names of the columns.
-        mesh: the ranks.
-
-    Returns:
-        Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, with
-        "template_inputs" where they have some, or {"text": text}.
 
     Raises:
         UserError: a source cannot be read. A row that is none of these raises one when it is read.
     """
-    return open_rows(source, setting, partial(_to_chat, cfg=cfg), cfg, mesh)
+    return open_rows(source, setting, partial(READERS[type(cfg)], cfg=cfg), cfg, mesh)
 
 
-def _to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
+def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
+    """Return a row to imitate.
+
+    It is, by the first of its columns that it has, a chat, a prompt with its completion (each a
+    text or messages) or a text.
+
+    Returns:
+        {"messages": chat, "trained": indices of the assistant turns in the loss}, with
+        "template_inputs" if it has some, or {"text": text}.
+
+    Raises:
+        UserError: it is none of these.
+    """
     # 1. The messages outside the loss, and those with answers that may be in it.
-    messages = column(raw, cfg.messages_key)
-    prompt = column(raw, cfg.prompt_key)
-    completion = column(raw, cfg.completion_key)
-    text = raw.get(cfg.text_key)
+    row = from_sharegpt(raw)
+    messages = column(row, cfg.messages_key)
+    prompt = column(row, cfg.prompt_key)
+    completion = column(row, cfg.completion_key)
+    text = row.get(cfg.text_key)
     if messages is None and completion is None and isinstance(text, str):
         return {"text": text}
-    _refuse_chats(cfg, messages, prompt if completion is not None else None, completion)
+    refuse_chats(cfg, messages, prompt if completion is not None else None, completion)
     if isinstance(completion, str | int | float):
         completion = [{"role": "assistant", "content": str(completion)}]
     before = []
@@ -240,16 +258,16 @@ def _to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
         before = to_messages(prompt, cfg.system_prompt)
         answer = completion
     else:
-        raise UserError(
-            f"the row has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
-            f"content{fault_of(messages)}), nor {cfg.prompt_key!r} (data.prompt_key: a text or "
-            f"messages{fault_of(prompt)}) with {cfg.completion_key!r} (data.completion_key: the "
-            f"same{fault_of(completion)}), nor {cfg.text_key!r} (data.text_key) ({_keys(raw)}); "
-            "set data.messages_key, prompt_key and completion_key, or text_key"
+        wanted = (
+            f"messages, or {cfg.prompt_key!r} (data.prompt_key) and {cfg.completion_key!r} "
+            f"(data.completion_key) each a text or messages, or {cfg.text_key!r} (data.text_key) "
+            "a text"
         )
+        values = (messages, prompt, completion)
+        raise wrong_column("data.messages_key", cfg.messages_key, wanted, raw, *values)
 
     # 2. The turns in the loss.
-    whole = _with_images(before + answer, raw, source, cfg)
+    whole = with_images(before + answer, row, source, cfg)
     assert not isinstance(whole, str)
     roles = [message["role"] for message in whole]
     trained = [i for i in range(len(before), len(whole)) if roles[i] == "assistant"]
@@ -261,51 +279,37 @@ def _to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     return {
         "messages": whole[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
-        **_template_inputs(raw, cfg),
+        **template_inputs(raw, cfg),
     }
 
 
-def open_labelled(source: str | list[str], setting: str, cfg: LabelledConfig, mesh: Mesh) -> Rows:
-    """Return rows of judged answers, in TRL's unpaired columns. Collective.
+def to_labelled(raw: dict, source: Source, cfg: LabelledConfig) -> dict:
+    """Return a judged answer, in TRL's unpaired columns.
 
     With a reasoning-gym generator, half of the questions have the answer to another question.
 
-    Args:
-        source: one source, or several, as sources.py describes them.
-        setting: `data.train` or `data.eval`, for error messages.
-        cfg: the names of the columns.
-        mesh: the ranks.
-
     Returns:
-        Rows as `open_chats` returns them, with `label`: whether the answer is wanted.
+        The row as `to_chat` returns it, with `label`: whether the answer is wanted.
 
     Raises:
-        UserError: a source cannot be read. A row without an answer or a label raises one when it is
-            read.
+        UserError: there is no answer or no label.
     """
-    return open_rows(source, setting, partial(_to_labelled, cfg=cfg), cfg, mesh)
-
-
-def _to_labelled(raw: dict, source: Source, cfg: LabelledConfig) -> dict:
     if source.is_generated:
         is_right = zlib.crc32(raw["prompt"].encode()) % 2 == 0
         answer = str(raw["answer"]) if is_right else _other_answer(raw, source)
         raw = {cfg.prompt_key: raw["prompt"], cfg.completion_key: answer, cfg.label_key: is_right}
     label = raw.get(cfg.label_key)
-    if not isinstance(label, bool) and (label not in (0, 1) or not isinstance(label, int)):
-        why = "true or false (or 1 or 0)"
-        if label is None and {"chosen", "rejected"} <= raw.keys():
-            why += ", and rows with 'chosen' and 'rejected' are for minirl.dpo"
-        raise UserError(
-            f"data.label_key = {cfg.label_key!r} must name {why}; it is {str(label)[:60]!r} "
-            f"({_keys(raw)})"
-        )
-    row = _to_chat(raw, source, cfg)
-    if "text" in row:
-        raise UserError(
-            f"a plain text has no answer to judge; give {cfg.prompt_key!r} with "
-            f"{cfg.completion_key!r}, or {cfg.messages_key!r}"
-        )
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        wanted = "true or false (or 1 or 0)"
+        if raw.keys() >= set(SIDES):
+            wanted += ", and rows with 'chosen' and 'rejected' are for minirl.dpo"
+        raise wrong_column("data.label_key", cfg.label_key, wanted, raw, label)
+    row = to_chat(raw, source, cfg)
+    require(
+        "text" not in row,
+        f"a plain text has no answer to judge; give {cfg.prompt_key!r} with "
+        f"{cfg.completion_key!r}, or {cfg.messages_key!r}",
+    )
     answer_texts = [message["content"] for message in row["messages"][row["trained"][0] :]]
     require(
         all(isinstance(text, str) for text in answer_texts) and answer_texts[-1].strip(),
@@ -324,29 +328,18 @@ def _other_answer(raw: dict, source: Source) -> str:
     return ""
 
 
-def open_pairs(source: str | list[str], setting: str, cfg: PairsConfig, mesh: Mesh) -> Rows:
-    """Return rows of pairs: answers to one prompt, of which the first was preferred. Collective.
+def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
+    """Return a pair: answers to one prompt, of which the first was preferred.
 
     With a reasoning-gym generator, a question's answer was preferred to that of another question.
 
-    Args:
-        source: one source, or several, as sources.py describes them.
-        setting: `data.train` or `data.eval`, for error messages.
-        cfg: the names of the columns.
-        mesh: the ranks.
-
     Returns:
-        Rows {"prompt": messages, "chosen" and "rejected": the messages after it, "margin": float},
-        with "template_inputs" where they have some; without "prompt" if the two
-        are plain texts.
+        {"prompt": messages, "chosen" and "rejected": the messages after it, "margin": float}, with
+        "template_inputs" if it has some; without "prompt" if the two are plain texts.
 
     Raises:
-        UserError: a source cannot be read. A row that is no pair raises one when it is read.
+        UserError: it is no pair.
     """
-    return open_rows(source, setting, partial(_to_pair, cfg=cfg), cfg, mesh)
-
-
-def _to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
     # 1. The columns.
     if source.is_generated:
         raw = {
@@ -354,72 +347,56 @@ def _to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
             cfg.chosen_key: str(raw["answer"]),
             cfg.rejected_key: _other_answer(raw, source),
         }
-    prompt = raw.get(cfg.prompt_key)
+    row = from_sharegpt(raw)
+    prompt = row.get(cfg.prompt_key)
     if prompt is None:
-        prompt = raw.get("conversations")
-    chosen = _side(raw, "chosen", cfg.chosen_key, source)
-    rejected = _side(raw, "rejected", cfg.rejected_key, source)
+        prompt = row.get("conversations")
     if prompt is not None and not is_prompt(prompt):
-        raise UserError(
-            f"data.prompt_key = {cfg.prompt_key!r} must name a text or messages with role and "
-            f"content, not {str(prompt)[:60]!r}{fault_of(prompt)} ({_keys(raw)}); set "
-            "data.prompt_key to the one that holds the prompt"
-        )
-    _refuse_chats(cfg, prompt, chosen, rejected)
+        raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
+    chosen = _side(row, "data.chosen_key", cfg.chosen_key, source)
+    rejected = _side(row, "data.rejected_key", cfg.rejected_key, source)
+    refuse_chats(cfg, prompt, chosen, rejected)
     require(
         type(chosen) is type(rejected),
         "one side of the pair is a text and the other a list of messages",
     )
-    require_column(raw, "data.margin_key", cfg.margin_key, "margin")
+    require_named(raw, "data.margin_key", cfg.margin_key, "margin")
     margin = raw.get(cfg.margin_key, 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
-        raise UserError(
-            f"data.margin_key = {cfg.margin_key!r} must name a finite number, not {margin!r}; "
-            "correct it or set data.margin_key to another column"
-        )
-    pair = {"chosen": chosen, "rejected": rejected, "margin": float(margin)}
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise wrong_column("data.margin_key", cfg.margin_key, "a finite number", raw, margin)
+    pair: dict[str, Any] = {"chosen": chosen, "rejected": rejected, "margin": float(margin)}
     if prompt is None and isinstance(chosen, str):
         return pair
 
     # 2. What both sides answer, and the answers.
-    pair |= _template_inputs(raw, cfg)
     before = []
     if prompt is not None:
-        before = to_messages(_with_images(prompt, raw, source, cfg), cfg.system_prompt)
+        before = to_messages(with_images(prompt, row, source, cfg), cfg.system_prompt)
     chosen = _whole_chat(before, chosen, cfg)
     rejected = _whole_chat(before, rejected, cfg)
-    before = before or _shared_prompt(chosen, rejected)
-    pair["prompt"] = before
+    if not before:
+        length = 0
+        while chosen[length : length + 1] == rejected[length : length + 1] != []:
+            length += 1
+        while length and chosen[length - 1]["role"] == "assistant":
+            length -= 1
+        before = chosen[:length]
     for side, whole in zip(SIDES, (chosen, rejected), strict=True):
-        answer = whole[len(before) :]
-        if not before or not _is_answer(answer):
-            raise UserError(
-                f"the {side} side must answer the prompt that both share, and end by an "
-                "assistant's turn that is not empty; its content must be a text"
-            )
-        pair[side] = answer
-    return pair
+        pair[side] = whole[len(before) :]
+        require(
+            before and _is_answer(pair[side]),
+            f"the {side} side must answer the prompt that both share, and end by an assistant's "
+            "turn that is not empty; its content must be a text",
+        )
+    return pair | {"prompt": before, **template_inputs(raw, cfg)}
 
 
-def _side(raw: dict, side: str, key: str, source: Source) -> RowPrompt:
-    answer = raw.get(key)
-    if isinstance(answer, str) and answer.strip():
-        return answer
-    if is_messages(answer):
-        return _with_calls(answer, source)
-    raise UserError(
-        f"data.{side}_key = {key!r} must name a text or messages with role and content, not empty, "
-        f"for the {side} side of a pair (it is {str(answer)[:60]!r}{fault_of(answer)}; "
-        f"{_keys(raw)}); set data.chosen_key and data.rejected_key, or drop the row"
-    )
-
-
-def _is_answer(messages: Messages) -> bool:
-    """Return whether messages are texts of which the last is an assistant's and not empty."""
-    if not messages or not all(isinstance(message["content"], str) for message in messages):
-        return False
-    last = messages[-1]
-    return last["role"] == "assistant" and bool(last["content"].strip() or last.get("tool_calls"))
+def _side(row: dict, setting: str, key: str, source: Source) -> RowPrompt:
+    """Return one side of a pair. Raises UserError if there is none."""
+    answer = row.get(key)
+    if not is_prompt(answer) or not str(answer).strip():
+        raise wrong_column(setting, key, "a text or messages, not empty", row, answer)
+    return answer if isinstance(answer, str) else _with_calls(answer, source)
 
 
 def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messages:
@@ -430,12 +407,17 @@ def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messag
     return whole if whole[: len(before)] == before else [*before, *answer]
 
 
-def _shared_prompt(chosen: Messages, rejected: Messages) -> Messages:
-    """Return what two chats begin with alike, up to the last message that is not an assistant's."""
-    length = 0
-    for i, message in enumerate(chosen[: len(rejected)]):
-        if message != rejected[i]:
-            break
-        if message["role"] != "assistant":
-            length = i + 1
-    return chosen[:length]
+def _is_answer(messages: Messages) -> bool:
+    """Return whether messages are texts of which the last is an assistant's and not empty."""
+    if not messages or not all(isinstance(message["content"], str) for message in messages):
+        return False
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"].strip() or last.get("tool_calls"))
+
+
+# Class of the settings -> what makes a row of what a source holds.
+READERS: dict[type, Callable[..., dict]] = {
+    ChatsConfig: to_chat,
+    LabelledConfig: to_labelled,
+    PairsConfig: to_pair,
+}

@@ -8,7 +8,6 @@ import base64
 import contextlib
 import io
 import itertools
-import struct
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,23 +16,11 @@ import cachetools
 from PIL import Image
 
 from minirl.base.errors import UserError
-from minirl.data.messages import Messages, RowPrompt
+from minirl.data.chat import Messages, RowPrompt, parts_of
 
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
 # JPEG's opens MPO, too.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    struct.error,
-    Image.DecompressionBombError,
-)  # as Pillow's readers raise for files that are damaged
 MAX_FILE_BYTES = 64 * 2**20
 DECODED_BYTES = 2**28  # Of the images that are kept decoded.
 
@@ -120,7 +107,7 @@ def _open(url: str) -> Iterator[Image.Image]:
         data = base64.b64decode(url.partition(",")[2], validate=True)
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             yield image
-    except _UNREADABLE as error:
+    except Exception as error:  # Pillow's readers raise many kinds for a damaged file
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
 
 
@@ -135,13 +122,13 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
         BadImage: there are more or fewer images than places, or one cannot be read.
     """
     urls = [to_url(image) for image in images]
-    num_places = sum(map(_is_place, _all_parts(messages)))
+    num_places = sum(map(_is_place, itertools.chain(*map(parts_of, messages))))
     if urls and not num_places:
         roles = [message["role"] for message in messages]
         place = roles.index("user") if "user" in roles else -1
         message = messages[place]
         content = message["content"]
-        parts = _parts(message) or ([{"type": "text", "text": content}] if content else [])
+        parts = parts_of(message) or ([{"type": "text", "text": content}] if content else [])
         messages = list(messages)
         messages[place] = message | {"content": [{"type": "image"}] * len(urls) + parts}
     elif num_places != len(urls):
@@ -153,7 +140,7 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
     out = []
     for message in messages:
         parts = []
-        for part in _parts(message):
+        for part in parts_of(message):
             image = part.get("image")
             if part["type"] == "image_url":
                 image = part["image_url"]["url"]
@@ -164,28 +151,15 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
     return out
 
 
-def of_chat(messages: Messages) -> list[str]:
-    """Return the data URLs of the images that `attach` put into a chat, in their order."""
-    return [part["image"] for part in _all_parts(messages) if part["type"] == "image"]
-
-
 def plain(prompt: RowPrompt) -> RowPrompt:
     """Return a prompt for people: a message's content is a text, "[image]" stands for an image."""
     if isinstance(prompt, str):
         return prompt
     out = []
     for message in prompt:
-        texts = ["[image]" if part["type"] == "image" else part["text"] for part in _parts(message)]
+        texts = [part.get("text", "[image]") for part in parts_of(message)]
         out.append(message | {"content": "".join(texts)} if texts else message)
     return out
-
-
-def _parts(message: dict) -> list[dict]:
-    return message["content"] if isinstance(message.get("content"), list) else []
-
-
-def _all_parts(messages: Messages) -> Iterator[dict]:
-    return itertools.chain(*map(_parts, messages))
 
 
 def _is_place(part: dict) -> bool:

@@ -1,4 +1,4 @@
-"""The order in which rows are used: a function of the seed and the number of the example alone."""
+"""Orders of rows that are no plain permutation: by the weights of sources, and by success."""
 
 import base64
 import io
@@ -7,47 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minirl.base.errors import require
-from minirl.data.rows import Rows
-
-
-class Order:
-    """The row that each example is.
-
-    The examples 0, 1, 2, ... run through a new permutation of the rows in every epoch (through the
-    rows as they are, without `shuffle`). It is a function of the seed alone.
-    """
-
-    def __init__(self, num_rows: int, *, seed: int | list[int], shuffle: bool):
-        self.num_rows = num_rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self._epoch = -1  # the epoch that `_rows` are of
-        self._rows = np.arange(0 if shuffle else num_rows)
-
-    def __getitem__(self, number: int) -> int:
-        epoch, index = divmod(number, self.num_rows)
-        return int(self._epoch_rows(epoch)[index])
-
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Return the rows of the examples from `first` to before `last`, int64."""
-        parts = [np.zeros(0, np.int64)]
-        while first < last:
-            epoch, index = divmod(first, self.num_rows)
-            parts.append(self._epoch_rows(epoch)[index : index + last - first])
-            first += len(parts[-1])
-        return np.concatenate(parts)
-
-    def _epoch_rows(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch in their order, [num_rows]."""
-        if self.shuffle and epoch != self._epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            self._rows = rng.permutation(self._rows_of(epoch))
-            self._epoch = epoch
-        return self._rows
-
-    def _rows_of(self, epoch: int) -> np.ndarray:
-        """Return the rows that an epoch uses, [num_rows], before they are shuffled."""
-        return np.arange(self.num_rows)
+from minirl.data.rows import Order, Rows
 
 
 class WeightedOrder(Order):

@@ -1,21 +1,79 @@
-"""Prompts for RL as token ids."""
+"""Prompts for RL: what a row asks, and its token ids."""
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
 from minirl.config.shared import DataConfig
-from minirl.data import chat, images
-from minirl.data.formats import NO_PROMPT
-from minirl.data.messages import to_messages
+from minirl.data import chat, formats
+from minirl.data.chat import to_messages
 from minirl.data.order import make_order
 from minirl.data.rows import Rows, errors_at
+from minirl.data.sources import Source
+from minirl.data.split import open_rows
 from minirl.data.vision import Vision
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
+
+
+def open_prompts(
+    source: str | list[str],
+    setting: str,
+    cfg: DataConfig,
+    mesh: Mesh,
+    *,
+    env_prompts: bool = False,
+) -> Rows:
+    """Return the rows of `data.train` or `data.eval` for RL, of which distinct ones are used.
+
+    Collective. They stay in the order of their sources. Every row has "prompt" and, where the
+    source has one, "answer", whatever the columns are called there; "data_source" where a column
+    names it or there are several sources; "template_inputs" where it has tools or arguments for the
+    template; and all that it had.
+
+    Args:
+        source: one source, or several, as sources.py describes them.
+        setting: `data.train` or `data.eval`, for error messages.
+        cfg: the names of the columns.
+        mesh: the ranks.
+        env_prompts: the environment may make the prompts, so that rows need none. One without has
+            the empty text.
+
+    Raises:
+        UserError: a source cannot be read. A row without a prompt raises one when it is read.
+    """
+    make_row = partial(
+        _to_prompt, cfg=cfg, several=isinstance(source, list), env_prompts=env_prompts
+    )
+    return open_rows(source, setting, make_row, cfg, mesh, distinct=True, env_prompts=env_prompts)
+
+
+def _to_prompt(
+    raw: dict, source: Source, cfg: DataConfig, several: bool, env_prompts: bool
+) -> dict:
+    row = dict(raw)
+    prompt = raw.get(cfg.prompt_key)
+    answer = raw.get(cfg.answer_key)
+    if not isinstance(prompt, str) or not prompt or answer is None:
+        prompt, answer = formats.find_prompt(raw, cfg, env_prompts)
+    images = (row.pop(cfg.images_key, None), row.pop("image", None))
+    if any(images) or not isinstance(prompt, str):
+        prompt = formats.with_images(prompt, raw, source, cfg)
+    if raw.get(cfg.tools_key) or raw.get("chat_template_kwargs"):
+        row |= formats.template_inputs(raw, cfg)
+    row["prompt"] = prompt
+    if answer is not None:
+        row["answer"] = answer
+    data_source = raw.get(cfg.source_key)
+    if data_source is None and cfg.source_key == "data_source":
+        data_source = raw.get("datasource")
+    if data_source or several:
+        row["data_source"] = str(data_source or source.name)
+    return row
 
 
 class Prompts:
@@ -55,14 +113,14 @@ class Prompts:
     def rendered(self, row: dict) -> str:
         """Return the text of a row's prompt, up to where the assistant begins; "" without one."""
         if not row["prompt"]:
-            return NO_PROMPT
+            return formats.NO_PROMPT
         return chat.renderer(self.tokenizer, row)(self.messages(row))
 
     def encode(self, row: dict) -> list[int]:
         """Return the token ids of `rendered`."""
         ids = chat.encode(self.tokenizer, self.rendered(row))
         if self.vision and ids:
-            ids = self.vision.expand(ids, images.of_chat(self.messages(row))).tokens
+            ids = self.vision.expand(ids, chat.images_of(self.messages(row))).tokens
         return ids
 
     def check_lengths(self, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:
@@ -101,7 +159,7 @@ class Prompts:
                 row = rows[number]
                 with errors_at(rows.place(number)):
                     num_tokens = len(self.encode(row))
-                    is_cut = self.cut_to and not images.of_chat(self.messages(row))
+                    is_cut = self.cut_to and not chat.images_of(self.messages(row))
                     if num_tokens <= limit or is_cut:
                         continue
                     if self.cfg.too_long != "drop":

@@ -1,19 +1,14 @@
-"""Rows of all sources, each read and made when it is asked for."""
+"""Rows of all sources, each made when it is asked for, and the order in which they are used."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minirl.base.errors import UserError, require
-from minirl.config.shared import RowsConfig
-from minirl.data.messages import from_sharegpt
-from minirl.data.sources import Source, open_source
-from minirl.parallel.machines import check_same
-from minirl.parallel.mesh import Mesh
+from minirl.base.errors import UserError
+from minirl.data.sources import Source
 
 BLOCK_ROWS = 128  # Rows that are read from a source at once.
 
@@ -117,89 +112,54 @@ class Rows(Sequence[dict]):
                 f"{type(raw).__name__}"
             )
         for setting, key in self.named.items():
-            if "." in key and (value := _value_inside(raw, key)) is not None:
+            value: Any = raw  # What dots lead to: row["a"]["b"] for a.b.
+            for name in key.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None and key not in raw:
                 raw = {**raw, key: value}
             if key in raw:
                 self.missing.discard(setting)
         try:
-            return self.make_row(from_sharegpt(raw), source)
+            return self.make_row(raw, source)
         except UserError as error:
             raise UserError(f"{source.where(number)}: {error}") from error
 
 
-def open_rows(
-    source: str | list[str],
-    setting: str,
-    make_row: MakeRow,
-    cfg: RowsConfig,
-    mesh: Mesh,
-    *,
-    distinct: bool = False,
-    env_prompts: bool = False,
-) -> Rows:
-    """Return the rows of one or several sources, end to end. Collective. `read_rows` checks them.
+class Order:
+    """The row that each example is.
 
-    Args:
-        source: one source, or several, as sources.py describes them.
-        setting: what asks for them, `data.train` or `data.eval`, for error messages.
-        make_row: makes a row of what its source holds.
-        cfg: has data.max_samples (only so many rows of each source, its first; 0: all) and the
-            names of the columns.
-        mesh: the ranks.
-        distinct: of equal rows only the first is to be used.
-        env_prompts: an environment may make the prompts of the rows.
-
-    Raises:
-        UserError: a source cannot be read or has no rows, or only some of the sources have weights.
+    The examples 0, 1, 2, ... run through a new permutation of the rows in every epoch (through the
+    rows as they are, without `shuffle`). It is a function of the seed alone.
     """
-    texts = [source] if isinstance(source, str) else source
-    sources = [open_source(text, setting, mesh) for text in texts]
-    weighted = [opened for opened in sources if opened.weight is not None]
-    if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
-        raise UserError(
-            f"{weighted[0].label}: give a weight to every source of data.train or to none "
-            "(held-out rows are all used once, without weights)"
-        )
-    sizes = [len(opened.rows) for opened in sources]
-    labels = [f"the number of rows of {opened.label}" for opened in sources]
-    check_same(dict(zip(labels, sizes, strict=True)), mesh)
-    dtype = np.min_scalar_type(sum(sizes))  # 4 bytes a row, up to four thousand million of them
-    numbers = []
-    first_number = 0
-    for opened, size in zip(sources, sizes, strict=True):
-        require(size, f"{opened.label}: no rows")
-        last = first_number + min(size, cfg.max_samples or size)
-        numbers.append(np.arange(first_number, last, dtype=dtype))
-        first_number += size
-    all_numbers = np.concatenate(numbers)
 
-    values = dataclasses.asdict(cfg)
-    named = {}
-    for option in dataclasses.fields(cfg):
-        if option.name.endswith("_key") and values[option.name] != option.default:
-            named[f"data.{option.name}"] = values[option.name]
-    return Rows(
-        sources,
-        make_row,
-        distinct,
-        all_numbers,
-        marks=np.zeros(len(all_numbers), np.uint8),
-        named=named,
-        missing=set(named),
-        env_prompts=env_prompts,
-    )
+    def __init__(self, num_rows: int, *, seed: int | list[int], shuffle: bool):
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = -1  # the epoch that `_rows` are of
+        self._rows = np.arange(0 if shuffle else num_rows)
 
+    def __getitem__(self, number: int) -> int:
+        epoch, index = divmod(number, self.num_rows)
+        return int(self._epoch_rows(epoch)[index])
 
-def _value_inside(row: dict, key: str) -> Any:
-    """Return what a key with dots leads to: row["a"]["b"] for a.b; None if there is nothing.
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return the rows of the examples from `first` to before `last`, int64."""
+        parts = [np.zeros(0, np.int64)]
+        while first < last:
+            epoch, index = divmod(first, self.num_rows)
+            parts.append(self._epoch_rows(epoch)[index : index + last - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
 
-    A column that has the dots in its name counts before that.
-    """
-    if key in row:
-        return row[key]
-    value: Any = row
-    for name in key.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(name)
-    return value
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        """Return the rows of an epoch in their order, [num_rows]."""
+        if self.shuffle and epoch != self._epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self._rows = rng.permutation(self._rows_of(epoch))
+            self._epoch = epoch
+        return self._rows
+
+    def _rows_of(self, epoch: int) -> np.ndarray:
+        """Return the rows that an epoch uses, [num_rows], before they are shuffled."""
+        return np.arange(self.num_rows)

@@ -1,5 +1,6 @@
-"""Every row read once, and divided into those to train on and the held-out ones."""
+"""Rows opened and read once, and divided into those to train on and the held-out ones."""
 
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -10,8 +11,10 @@ import numpy as np
 
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
-from minirl.data.rows import Rows
-from minirl.parallel.machines import errors_of_all
+from minirl.config.shared import RowsConfig
+from minirl.data.rows import MakeRow, Rows
+from minirl.data.sources import open_source
+from minirl.parallel.machines import check_same, errors_of_all
 from minirl.parallel.mesh import Mesh
 
 # What stands for a row: 8 bytes for its prompt, and 8 for all of it. Numbers that compare as the
@@ -30,6 +33,69 @@ HELD_OUT_SHARE = 8
 def no_marks(row: dict) -> int:
     """Return that nothing is to be known of a row."""
     return 0
+
+
+def open_rows(
+    source: str | list[str],
+    setting: str,
+    make_row: MakeRow,
+    cfg: RowsConfig,
+    mesh: Mesh,
+    *,
+    distinct: bool = False,
+    env_prompts: bool = False,
+) -> Rows:
+    """Return the rows of one or several sources, end to end. Collective. `read_rows` checks them.
+
+    Args:
+        source: one source, or several, as sources.py describes them.
+        setting: what asks for them, `data.train` or `data.eval`, for error messages.
+        make_row: makes a row of what its source holds.
+        cfg: has data.max_samples (only so many rows of each source, its first; 0: all) and the
+            names of the columns.
+        mesh: the ranks.
+        distinct: of equal rows only the first is to be used.
+        env_prompts: an environment may make the prompts of the rows.
+
+    Raises:
+        UserError: a source cannot be read or has no rows, or only some of the sources have weights.
+    """
+    texts = [source] if isinstance(source, str) else source
+    sources = [open_source(text, setting, mesh) for text in texts]
+    weighted = [opened for opened in sources if opened.weight is not None]
+    if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
+        raise UserError(
+            f"{weighted[0].label}: give a weight to every source of data.train or to none "
+            "(held-out rows are all used once, without weights)"
+        )
+    sizes = [len(opened.rows) for opened in sources]
+    labels = [f"the number of rows of {opened.label}" for opened in sources]
+    check_same(dict(zip(labels, sizes, strict=True)), mesh)
+    dtype = np.min_scalar_type(sum(sizes))  # 4 bytes a row, up to four thousand million of them
+    numbers = []
+    first_number = 0
+    for opened, size in zip(sources, sizes, strict=True):
+        require(size, f"{opened.label}: no rows")
+        last = first_number + min(size, cfg.max_samples or size)
+        numbers.append(np.arange(first_number, last, dtype=dtype))
+        first_number += size
+    all_numbers = np.concatenate(numbers)
+
+    values = dataclasses.asdict(cfg)
+    named = {}
+    for option in dataclasses.fields(cfg):
+        if option.name.endswith("_key") and values[option.name] != option.default:
+            named[f"data.{option.name}"] = values[option.name]
+    return Rows(
+        sources,
+        make_row,
+        distinct,
+        all_numbers,
+        marks=np.zeros(len(all_numbers), np.uint8),
+        named=named,
+        missing=set(named),
+        env_prompts=env_prompts,
+    )
 
 
 def read_rows(

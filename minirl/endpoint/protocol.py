@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data import images
-from minirl.data.messages import for_template, read_template_kwargs
+from minirl.data.chat import for_template, images_of
+from minirl.data.tokenizer import read_template_kwargs
 from minirl.data.vision import Vision
 from minirl.endpoint.http import BadRequest
 from minirl.endpoint.tool_calls import ToolCall, ToolReader, make_reader
@@ -205,7 +206,7 @@ class CompletionRequest(BaseModel, extra="allow"):
         if kwargs:
             given["chat_template_kwargs"] = kwargs
         text = conversation.render(messages, **given)
-        return [(text, images.of_chat(messages))]
+        return [(text, images_of(messages))]
 
 
 def parse_request(fields: Any) -> CompletionRequest:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
 from minirl.data import chat, harmony
+from minirl.data.tokenizer import require_tools_shown
 from minirl.engine import compat
 from minirl.engine.grammars import Guide, is_deeper, tag_guide
 
@@ -151,7 +152,7 @@ def _make_reader(
 @functools.cache
 def _require_shown(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """Refuse a template that shows no tools. `template`: the tokenizer's."""
-    chat.require_tools_shown(tokenizer, [_TOOL])
+    require_tools_shown(tokenizer, [_TOOL])
 
 
 @functools.cache

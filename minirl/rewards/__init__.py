@@ -4,7 +4,7 @@ import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from minirl.data.messages import RowPrompt
+from minirl.data.chat import RowPrompt
 
 # Of the prompt, the completion and the row.
 RewardFunction = Callable[[RowPrompt, str, dict], float]

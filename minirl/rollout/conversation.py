@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
 from minirl.batch.routes import extended
-from minirl.data import chat, harmony, images
+from minirl.data import chat, harmony
 from minirl.data.vision import Vision
 from minirl.engine.loop import Completion
 from minirl.types.packed import ImageSpan, Trajectory
@@ -211,7 +211,7 @@ class Conversation:
             UserError: the template refuses the chat, or its images do not fit.
         """
         text = self.render(messages)
-        prompt = self.tokenize_prompt(text, images.of_chat(messages))
+        prompt = self.tokenize_prompt(text, chat.images_of(messages))
         if self.cut_to and not self.segments and not prompt.images:
             # The text stays whole, because a later rendering has to begin with it.
             prompt = prompt._replace(tokens=prompt.tokens[-self.cut_to :])

@@ -15,11 +15,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
-from minirl.base.reading import is_unicode
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
+from minirl.data.chat import is_text, parts_of, to_messages, why_no_messages
 from minirl.data.images import BadImage, attach, plain, to_url
-from minirl.data.messages import to_messages, why_no_messages
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
@@ -356,7 +355,7 @@ class EpisodeRunner:
         messages = result.messages  # The whole chat. If there are some, they replace `observation`.
         history = e.messages if messages is None else []
         tokenizer = e.conversation.tokenizer
-        if isinstance(observation, str) and not is_unicode(observation):
+        if isinstance(observation, str) and not is_text(observation):
             raise EnvFailed(f"it said {observation[:200]!r}, with half of a surrogate pair")
         if messages is None and (type(observation) is str or is_chat):
             if e.segment and not e.messages:
@@ -369,7 +368,9 @@ class EpisodeRunner:
             messages = to_messages(observation, "" if e.segment else self.system_prompt)
         if messages is not None:
             _check_messages(messages)
-            e.messages = history + attach(messages, result.images)
+            if result.images or any(map(parts_of, messages)):
+                messages = attach(messages, result.images)
+            e.messages = history + messages
             if not e.turn:
                 e.num_prompt_messages = len(e.messages)
             e.segment = e.conversation.continue_with_messages(e.messages)
@@ -460,7 +461,7 @@ class EpisodeRunner:
 def _check_messages(value: Any) -> None:
     """Raise EnvFailed if a value is no list of messages, or has half of a surrogate pair."""
     problem = why_no_messages(value)
-    if not problem and not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
+    if not problem and not is_text(json.dumps(value, ensure_ascii=False, default=str)):
         problem = "a text has half of a surrogate pair"
     if problem:
         raise EnvFailed(

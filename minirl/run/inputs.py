@@ -32,12 +32,19 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_warmup
-from minirl.data import chat
-from minirl.data.formats import open_prompts
-from minirl.data.messages import has_calls
-from minirl.data.prompts import LengthBound, Prompts
+from minirl.data.chat import has_calls
+from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.rows import Rows, errors_at
 from minirl.data.split import Mark, read_rows
+from minirl.data.tokenizer import (
+    check_template,
+    check_tokens,
+    load_tokenizer,
+    require_calls_shown,
+    require_tools_shown,
+    stop_token_ids,
+    use_template,
+)
 from minirl.data.vision import Vision, read_vision
 from minirl.envs.registry import make_env
 from minirl.model import build, checks, families, loading, scratch
@@ -155,7 +162,7 @@ class Inputs:
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         check_steps_left(cfg, self.num_steps, mesh)
         make_scratch(cfg, max_len, mesh)
-        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+        self.stop_ids = stop_token_ids(files.tokenizer, files.folder)
 
     def model_configs(self) -> dict[str, dict[str, Any]]:
         """Return the values of the models' configs, by role."""
@@ -360,7 +367,7 @@ def find_model(
         folder = Path(cfg.output) / "scratch"
         made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
         config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, max_len)
-        tokenizer = chat.use_template(made, cfg.data)
+        tokenizer = use_template(made, cfg.data)
     else:
         folder = build.find_folder(cfg.policy.model, "policy.model")
         config = build.read_config(folder)
@@ -387,10 +394,11 @@ def find_model(
         vision.check_ring(is_ring)
     with limited_template(cfg, where, watch):
         if tokenizer is None:
-            tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
-            check_tokens(tokenizer, folder, config, where, chats=chats)
+            tokenizer = load_tokenizer(folder, cfg.data, chats=chats)
+            vocab_size = config.get_text_config().vocab_size
+            check_tokens(tokenizer, folder, vocab_size, where, chats=chats)
         elif chats and cfg.data.chat_template:
-            chat.check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
+            check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
     return ModelFiles(folder, config, tokenizer, vision)
 
 
@@ -398,30 +406,6 @@ def _check_mesh(config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuse a mesh that does not divide a model. Raises UserError."""
     tensor.check_divides(families.divided(config), parallel.tensor)
     checks.check_heads(config, parallel.tensor, parallel.context)
-
-
-def check_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    config: PretrainedConfig,
-    where: str,
-    *,
-    chats: bool = True,
-) -> None:
-    """Refuse a tokenizer, or eos tokens, beyond the model's vocabulary.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        folder: the model's folder.
-        config: the model's config.
-        where: beginning of an error message.
-        chats: whether there are chats; their answers must end.
-
-    Raises:
-        UserError: a token is beyond the vocabulary, or no token ends answers.
-    """
-    stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
-    chat.check_tokens(tokenizer, stop_ids, config.get_text_config().vocab_size, where)
 
 
 def choose_dtype(asked: Dtype, setting: str, mesh: Mesh) -> Dtype:
@@ -557,11 +541,11 @@ def require_shown(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
     number = rows.first_marked(HAS_TOOLS)
     if number is not None:
         with errors_at(rows.place(number)):
-            chat.require_tools_shown(tokenizer, rows[number]["template_inputs"]["tools"])
+            require_tools_shown(tokenizer, rows[number]["template_inputs"]["tools"])
     number = rows.first_marked(HAS_CALLS)
     if number is not None:
         with errors_at(rows.place(number)):
-            chat.require_calls_shown(tokenizer)
+            require_calls_shown(tokenizer)
 
 
 class PromptChecks:

@@ -6,7 +6,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +18,10 @@ from minirl.base.errors import require
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
-from minirl.data import chat, images
+from minirl.data.chat import images_of
 from minirl.data.examples import Chats, to_examples
-from minirl.data.formats import open_chats
-from minirl.data.rows import Rows
+from minirl.data.formats import open_examples
+from minirl.data.tokenizer import stop_token_ids
 from minirl.model import build, checks
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh, ranks_of_node
@@ -52,7 +51,6 @@ class Task:
     """What a supervised program learns from, and with what kind of model."""
 
     name: str  # On the progress bar.
-    open_rows: Callable[..., Rows]  # Opens the sources of rows, as `load_splits` calls it.
     encoder: type[Chats]  # Makes token ids of rows.
     pairs: bool = False  # A row is a pair; its two sides stay in one micro-batch.
     score_head: bool = False  # The model has a score head instead of the language model's.
@@ -62,7 +60,7 @@ class SupervisedTrainer(BaseTrainer):
     """A supervised run: `train` is the algorithm; with these methods it is SFT."""
 
     cfg: SupervisedConfig
-    task = Task("sft", open_chats, Chats)
+    task = Task("sft", Chats)
 
     def __init__(self, cfg: SupervisedConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
@@ -72,7 +70,7 @@ class SupervisedTrainer(BaseTrainer):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
             check_output(cfg, mesh)
-            train, held_out = load_splits(self.task.open_rows, cfg.data, cfg.seed, mesh, mark_row)
+            train, held_out = load_splits(open_examples, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
@@ -100,7 +98,7 @@ class SupervisedTrainer(BaseTrainer):
             as_tokens = partial(
                 self.task.encoder,
                 tokenizer=files.tokenizer,
-                stop_ids=chat.stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
+                stop_ids=stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
                 cfg=cfg.data,
                 mesh=mesh,
                 thread=ThreadPoolExecutor(1, "encode"),
@@ -262,7 +260,7 @@ def mark_row(row: dict) -> int:
     messages = row.get("messages") or row.get("prompt")
     if not messages:
         return 0
-    has_images = HAS_IMAGES if images.of_chat(messages) else 0
+    has_images = HAS_IMAGES if images_of(messages) else 0
     return IS_CHAT | has_images | marks_for_template(row)
 
 

@@ -24,7 +24,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from minirl.base.errors import UserError, require
-from minirl.data.messages import to_messages
+from minirl.data.chat import to_messages
 from minirl.envs.base import Env, Result, State
 
 

@@ -1,0 +1,315 @@
+"""The tokenizer of a model's folder with its chat template, found and checked before it is used."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from minirl.base.errors import UserError, require
+from minirl.base.reading import library_reads, read_text
+from minirl.config.shared import RowsConfig
+from minirl.data.chat import Messages, parsed, render
+
+# What minirl gives to the tokenizer's `apply_chat_template`, or what has a setting or column.
+RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+RESERVED -= {"documents"}
+
+
+def load_tokenizer(
+    folder: Path, data: RowsConfig | None = None, *, chats: bool = True
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model's folder.
+
+    Args:
+        folder: of the model (policy.model).
+        data: may have another chat template, as in `use_template`.
+        chats: whether there are chats to encode.
+
+    Raises:
+        UserError: the tokenizer cannot be read; or there are chats to encode, and no template for
+            them, or one that leaves out what it is given.
+    """
+    with library_reads(f"policy.model = {folder}: its tokenizer"):
+        # Cleaning up would not give texts back as they were.
+        tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
+    if data:
+        use_template(tokenizer, data)
+    if chats and tokenizer.chat_template is None:
+        raise UserError(
+            f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
+            "data.chat_template"
+        )
+    if chats:
+        named = f"data.chat_template = {data.chat_template}" if data and data.chat_template else ""
+        check_template(tokenizer, named or f"policy.model = {folder}: its chat template")
+    return tokenizer
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuse a chat template that leaves out what the user says.
+
+    One that refuses this chat may take those of the data; those that it refuses are named with
+    their rows.
+
+    Args:
+        tokenizer: has the template.
+        where: begins an error message.
+
+    Raises:
+        UserError: the prompt is in no rendering of it, neither as a text nor as parts.
+    """
+    text = "minirl asks"
+    renderings = []
+    for content in (text, [{"type": "text", "text": text}]):
+        try:
+            renderings.append(render(tokenizer, [{"role": "user", "content": content}]))
+        except UserError:
+            return
+        is_whole_part = f"'text': '{text}'" in renderings[-1]  # Python's form of it.
+        if text in renderings[-1] and not is_whole_part:
+            return
+    raise UserError(
+        f"{where} leaves out the prompt: it renders {renderings[0][:80]!r} where the user says "
+        f"{text!r}; correct it, or name another by data.chat_template"
+    )
+
+
+def check_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    vocab_size: int,
+    where: str,
+    *,
+    chats: bool = True,
+) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Special tokens may lie beyond it, as that of images does in models for text alone. A prompt that
+    has one is refused by `encode`.
+
+    Args:
+        tokenizer: of the model.
+        folder: of the model.
+        vocab_size: of the model's config.
+        where: begins an error message.
+        chats: whether there are chats, of which the answers must end.
+
+    Raises:
+        UserError: a token that texts are made of, or one that ends an answer, lies beyond; or none
+            ends an answer.
+    """
+    stop_ids = stop_token_ids(tokenizer, folder) if chats else []
+    advice = "take the tokenizer and the config.json that belong to the weights"
+    wrong = [token for token in stop_ids if token >= vocab_size]
+    require(
+        not wrong,
+        f"{where}: the eos tokens {wrong} lie beyond vocab_size = {vocab_size}; correct "
+        f"eos_token_id in generation_config.json, or {advice}",
+    )
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+    beyond = {
+        text: number
+        for text, number in tokenizer.get_vocab().items()
+        if number >= vocab_size and number not in special
+    }
+    require(
+        not beyond,
+        f"{where}: its tokenizer has {len(beyond)} tokens beyond vocab_size = {vocab_size}, such "
+        f"as {list(beyond.items())[:1]}; {advice}",
+    )
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTrainedTokenizerBase:
+    """Give the tokenizer another chat template, if `data` has one.
+
+    Args:
+        tokenizer: changed in place.
+        data: has data.chat_template, a file with a Jinja template; data.input_template, a text
+            with the prompt in place of its `{}`, followed by an answer and the end-of-sequence
+            token, which without data.apply_chat_template is `{}` itself; and
+            data.chat_template_kwargs, which the template gets wherever it is rendered.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: the file cannot be read, or an argument is none that a template can have.
+    """
+    if data.chat_template:
+        tokenizer.chat_template = read_text(data.chat_template, "data.chat_template =")
+    input_template = data.input_template if data.apply_chat_template else "{}"
+    if input_template:
+        # A chat begins as a plain text of this tokenizer does: with its first token, if it has one.
+        begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        begin = json.dumps(tokenizer.bos_token if begins else "")
+        texts = input_template.split("{}")
+        around_prompt = [json.dumps(text, ensure_ascii=False) for text in texts]
+        tokenizer.chat_template = (
+            "{% if messages[0].role != 'user' or messages|length > 2 %}"
+            "{{ raise_exception('data.input_template, and data.apply_chat_template = False, take "
+            "a prompt that is one text and an answer; leave them as they are for chats') }}"
+            "{% endif %}"
+            f"{{{{ {begin} + {' + messages[0].content + '.join(around_prompt)} }}}}"
+            "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
+        )
+    # Give the template's variables values for where a rendering gives them none. A template writes
+    # values as Python does.
+    kwargs = read_template_kwargs(data.chat_template_kwargs, "data.chat_template_kwargs")
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+        for name, value in (kwargs or {}).items()
+    )
+    if defaults:
+        defaults += "{{ '' }}"  # A line break after a block would be left out of the template.
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # Some models have one for tools next to the default one.
+        tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
+    elif template is not None:
+        tokenizer.chat_template = defaults + template
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
+    """Return every token that ends an answer: the tokenizer's and generation_config.json's.
+
+    Raises:
+        UserError: there is none, or generation_config.json says it in another form.
+    """
+    ids = {tokenizer.eos_token_id}
+    where = f"policy.model = {folder}: its generation_config.json"
+    if (folder / "generation_config.json").exists():
+        with library_reads(where):
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids.update(eos if isinstance(eos, list) else [eos])
+        ids.discard(None)
+        require(
+            all(type(token) is int and token >= 0 for token in ids),
+            f"{where} has eos_token_id = {eos!r}; give the number of a token, or a list of numbers",
+        )
+    ids.discard(None)
+    require(
+        ids,
+        f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos "
+        "token, so no answer would end",
+    )
+    return sorted(ids)
+
+
+def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], where: str) -> int:
+    """Return a token that can fill up short rows of a reward model.
+
+    It must not end an answer, because transformers takes a row's score at the last token that is
+    another.
+
+    Raises:
+        UserError: the tokenizer has no such token; `where` begins the message.
+    """
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
+        if token is not None and token not in stop_ids:
+            return token
+    raise UserError(
+        f"{where}: its tokenizer has no pad token other than what ends an answer, and transformers "
+        "would take a reward model's score before the end; give the tokenizer a pad_token "
+        "that ends no answer"
+    )
+
+
+def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict]) -> None:
+    """Refuse a chat template that leaves out the tools it is given.
+
+    The policy would be trained to use tools that it has never seen.
+
+    Raises:
+        UserError: a chat renders alike with and without these tools.
+    """
+    question: Messages = [{"role": "user", "content": "minirl asks"}]
+    names = ", ".join(tool["function"]["name"] for tool in tools)
+    require(
+        render(tokenizer, question, tools=tools) != render(tokenizer, question),
+        f"the chat template of policy.model shows no tools, and a chat comes with some ({names}): "
+        "the policy would not know of them; name a template that renders `tools` by "
+        "data.chat_template",
+    )
+
+
+def require_calls_shown(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template that leaves out calls of tools.
+
+    Raises:
+        UserError: an answer that calls a tool does not have the tool's name.
+    """
+    function = {"name": "minirl_asks", "arguments": {"number": 1}}
+    call = {"id": "callminir", "type": "function", "function": function}
+    messages: Messages = [
+        {"role": "user", "content": "minirl asks"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    require(
+        "minirl_asks" in render(tokenizer, messages, header=False),
+        "the chat template of policy.model shows no tool_calls, and a message has some: their "
+        "answers would be empty; name a template that renders `tool_calls` by data.chat_template",
+    )
+
+
+def read_tools(value: object, where: str) -> list[dict] | None:
+    """Return the JSON schemas of tools as chat templates want them; None for none.
+
+    Args:
+        value: a list of schemas of functions in OpenAI's form, or without its `type` around them;
+            each of them, or the list, may be a JSON text, as data sets often keep them.
+        where: begins an error message.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    tools = parsed(value)
+    if tools is None or tools == []:
+        return None
+    found = []
+    for item in tools if isinstance(tools, list) else [tools]:
+        tool = without_none(parsed(item))
+        match tool:
+            case {"function": {"name": str()}}:
+                found.append(tool)
+            case {"name": str()}:
+                found.append({"type": "function", "function": tool})
+            case _:
+                raise UserError(
+                    f"{where} holds {str(item)[:100]!r}, which describes no tool; give a list of "
+                    'JSON schemas {"type": "function", "function": {"name": ..., "parameters": '
+                    "...}}, or the JSON text of one"
+                )
+    return found
+
+
+def read_template_kwargs(value: object, where: str) -> dict | None:
+    """Return arguments of a chat template, a mapping or the JSON text of one; None for none.
+
+    Raises:
+        UserError: it is neither, or sets what is given to a template anyway; `where` begins the
+            message.
+    """
+    kwargs = without_none(parsed(value))
+    if not kwargs:
+        return None
+    wrong = [str(value)[:100]]
+    if isinstance(kwargs, dict):
+        wrong = [name for name in kwargs if not str(name).isidentifier() or name in RESERVED]
+    require(
+        not wrong,
+        f"{where} has {wrong!r}, which is no argument of a chat template that can be set; give a "
+        'mapping of variables that the template reads, such as {"enable_thinking": false}',
+    )
+    return kwargs
+
+
+def without_none(value: Any) -> Any:
+    """Return nested values without the keys that `datasets` fills with None."""
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_none(inner) for inner in value]
+    return value
