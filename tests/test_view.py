@@ -174,17 +174,9 @@ def test_histograms_count_every_episode(run):
     assert shown.groups(parse_query({"first": "9"}))["histograms"] == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"flags": "tall"}, "flags = .'tall'.: choose of cut_off, failed, equal"),
-        ({"sort": "__class__"}, "sort = '__class__': choose of step"),
-        ({"page": "../etc"}, "page = '../etc' is no whole number"),
-    ],
-)
-def test_a_wrong_query_is_refused(given, message):
-    with pytest.raises(UserError, match=message):
-        parse_query(given)
+def test_a_wrong_query_is_refused():
+    with pytest.raises(UserError, match="page = '../etc' is no whole number"):
+        parse_query({"page": "../etc"})
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
@@ -246,10 +238,10 @@ def test_texts_of_tokens_join_to_the_text():
 
 def test_rows_are_read_as_they_come(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_lines(path, "") == ([], "", False, True)
+    assert read_lines(path, "") == ([], "", False)
     dumped.write_rows(path, [{"step": 0}, {"step": 1}])
     first = read_lines(path, "")
-    assert [row["step"] for row in first.rows] == [0, 1] and first.is_end
+    assert [row["step"] for row in first.rows] == [0, 1]
     with path.open("a") as file:
         file.write('{"step": 2}\n{"st')  # the run is writing
     second = read_lines(path, first.place)

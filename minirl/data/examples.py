@@ -411,23 +411,16 @@ class Chats:
         if self.ahead and self.ahead[0] == numbers:
             return self.ahead[1]
         rows = self.order.rows(numbers.start, numbers.stop).tolist()
-        return self.thread.submit(self._encode_step, numbers.start, rows)
 
-    def _encode_step(self, first: int, rows: list[int]) -> list[_Example]:
-        """Return this rank's examples of a step, in the thread.
+        def encode() -> list[_Example]:
+            """Encode in the thread. A row is always of the same rank, which may have kept it."""
+            return [
+                (numbers.start + place, row, self._encode_place(rows, place))
+                for place, row in enumerate(rows)
+                if row % self.mesh.world_size == self.mesh.rank
+            ]
 
-        A row is always of the same rank, which may have kept it.
-
-        Args:
-            first: the number of the first example of the step.
-            rows: the rows of its examples.
-        """
-        mesh = self.mesh
-        return [
-            (first + place, row, self._encode_place(rows, place))
-            for place, row in enumerate(rows)
-            if row % mesh.world_size == mesh.rank
-        ]
+        return self.thread.submit(encode)
 
     def _encode_place(self, rows: list[int], place: int) -> Encoded:
         """Return the row at a place of a step as token ids."""

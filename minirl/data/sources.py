@@ -49,7 +49,7 @@ from minirl.parallel.mesh import Mesh
 if TYPE_CHECKING:
     import datasets
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Ending of a file -> what pyarrow calls it.
+COMPRESSIONS = (".gz", ".zst")  # Endings of files, by which pyarrow knows them.
 BLOCK_BYTES = 2**20  # Of a compressed file, read at once.
 
 
@@ -270,23 +270,15 @@ def decompressed(path: Path, label: str) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not copy.exists():
                 try:
-                    compression = COMPRESSIONS[path.suffix]
-                    with (
-                        pyarrow.input_stream(str(path), compression=compression) as content,
-                        partial.open("wb") as file,
-                    ):
+                    with pyarrow.input_stream(str(path)) as content, partial.open("wb") as file:
                         shutil.copyfileobj(content, file, BLOCK_BYTES)
                     partial.replace(copy)
                 finally:
                     partial.unlink(missing_ok=True)  # it is there if something failed
     except OSError as error:
-        if error.errno is None:  # It is pyarrow's, of what it reads, and none of a disk.
-            raise UserError(
-                f"{label}: not a good {path.suffix} file: {error}; download or compress it again"
-            ) from error
         raise UserError(
-            f"{label}: it is decompressed into {folder}, and that failed: {error}; make room, or "
-            "set HF_DATASETS_CACHE to another folder"
+            f"{label}: not a good {path.suffix} file, or no room in {folder}: {error}; download or "
+            "compress it again, or set HF_DATASETS_CACHE to another folder"
         ) from error
     return copy
 
@@ -308,14 +300,12 @@ def _read_file(path: Path, label: str) -> Sequence | io.BufferedReader:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 table = csv.DictReader(file, strict=True)
                 rows = list(table)
-                names = table.fieldnames or []
+            names = table.fieldnames or []
+            is_even = not any(None in row or None in row.values() for row in rows)
             require(
-                len(set(names)) == len(names),
-                f"{label}: the first line has a name twice ({', '.join(names)}); rename one",
-            )
-            require(
-                not any(None in row or None in row.values() for row in rows),
-                f"{label}: a row has more or fewer values than the first line has names",
+                is_even and len(set(names)) == len(names),
+                f"{label}: each row must have as many values as the first line has names, each of "
+                f"them once ({', '.join(names)}); correct the file",
             )
             return rows
         if path.suffix == ".json":
@@ -335,22 +325,17 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> "datasets.
     datasets.disable_progress_bars()
     split = options.pop("split", None)
     subset = options.pop("subset", None)
-    if options:
-        raise UserError(
-            f"{label}: a data set has no option {min(options)}; it has split, subset, weight and "
-            "name"
-        )
+    require(
+        not options,
+        f"{label}: a data set has no option {min(options, default='')}; it has split, subset, "
+        "weight and name",
+    )
     is_saved = any(is_file(path / name) for name in ("state.json", "dataset_dict.json"))
-    try:
-        with library_reads(label):
-            if is_saved:
-                loaded = datasets.load_from_disk(str(path))
-            else:
-                loaded = datasets.load_dataset(str(path), subset, split=split)
-    except UserError as error:
-        raise UserError(
-            f"{label}: no file or folder of that name, and no data set that can be loaded: {error}"
-        ) from error
+    with library_reads(f"{label}: there is no such file, and as a data set it"):
+        if is_saved:
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path), subset, split=split)
     if isinstance(loaded, datasets.DatasetDict):
         splits = dict(loaded)
     else:  # a saved data set, which has no splits, or the split that was asked for

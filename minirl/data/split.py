@@ -30,11 +30,6 @@ HELD_OUT = 128
 HELD_OUT_SHARE = 8
 
 
-def no_marks(row: dict) -> int:
-    """Return that nothing is to be known of a row."""
-    return 0
-
-
 def open_rows(
     source: str | list[str],
     setting: str,
@@ -99,7 +94,7 @@ def open_rows(
 
 
 def read_rows(
-    rows: Rows, mesh: Mesh, seed: int, held_out: int | None = 0, mark: Mark = no_marks
+    rows: Rows, mesh: Mesh, seed: int, held_out: int | None = 0, mark: Mark = lambda row: 0
 ) -> tuple[Rows, Rows]:
     """Read every row once, and divide them into those to train on and `held_out` others.
 
@@ -125,10 +120,19 @@ def read_rows(
         UserError: a row is not as it should be, no row has a column that the user has named, or
             nothing would be left to train on.
     """
+    # 1. This rank's share. The shares follow one another.
     has_choice = rows.distinct or held_out != 0
-    asked = set(rows.missing)
-    digests, marks = _read_share(rows, mesh, seed if has_choice else None, mark)
-    missing = asked.intersection(*mesh.gather(rows.missing)) if asked else asked
+    size = -(-len(rows) // mesh.world_size)
+    first = min(mesh.rank * size, len(rows))
+    last = min(first + size, len(rows))
+    share = bytearray(DIGEST_BYTES * (last - first))  # Zeros if nothing is chosen.
+    marks = bytearray(last - first)
+    with errors_of_all(mesh):
+        for i, row in enumerate(rows.read(first, last)):
+            marks[i] = mark(row)
+            if has_choice:
+                share[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] = _digest(row, seed)
+    missing = set.intersection(*mesh.gather(rows.missing))
     for setting, key in rows.named.items():
         if setting in missing:
             known = ", ".join(map(str, rows.place(0).source.read(0, 1)[0]))
@@ -136,10 +140,13 @@ def read_rows(
                 f"{setting} = {key!r} names a column that no row of {rows.sources[0].label} has; "
                 f"the columns of its first row are {known}; set {setting} to one of them"
             )
-    marked = replace(rows, marks=mesh.gather_array(marks))
+    marked = replace(rows, marks=mesh.gather_array(np.frombuffer(marks, np.uint8)))
     if not has_choice:
         return marked, marked.take(np.arange(0))
-    digests = mesh.gather_array(digests).view(DIGEST)[:, 0]
+
+    # 2. The choice among all rows.
+    table = np.frombuffer(share, np.uint8).reshape(-1, DIGEST_BYTES)
+    digests = mesh.gather_array(table).view(DIGEST)[:, 0]
     prompts = digests["prompt"]
     if rows.env_prompts and len(prompts) > 1 and (prompts == prompts[0]).all():
         # All have the same prompt, which then is none: rows differ by all else that they have.
@@ -148,32 +155,8 @@ def read_rows(
     if held_out is None:
         held_out = _default_held_out(digests, rows, mesh)
     is_trained, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
-    del digests, prompts  # Of many rows they are most of the memory.
+    del share, table, digests, prompts  # Of many rows they are most of the memory.
     return replace(marked.take(is_trained), num_doubles=num_doubles), marked.take(chosen)
-
-
-def _read_share(
-    rows: Rows, mesh: Mesh, seed: int | None, mark: Mark
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read this rank's share of the rows. Collective.
-
-    Returns:
-        (digests, uint8 [share, 16], zeros without a seed; marks, uint8 [share]). The shares follow
-        one another.
-    """
-    size = -(-len(rows) // mesh.world_size)
-    first = min(mesh.rank * size, len(rows))
-    last = min(first + size, len(rows))
-    num = last - first
-    digests = bytearray(DIGEST_BYTES * num)
-    marks = bytearray(num)
-    with errors_of_all(mesh):
-        for i, row in enumerate(rows.read(first, last)):
-            marks[i] = mark(row)
-            if seed is not None:
-                digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] = _digest(row, seed)
-    table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-    return table, np.frombuffer(marks, np.uint8)
 
 
 def _digest(row: dict, seed: int) -> bytes:

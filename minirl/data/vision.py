@@ -61,13 +61,23 @@ class Vision(ABC):
         self.max_images = max_images
         self.processor = AutoImageProcessor.from_pretrained(folder)
 
-    @abstractmethod
     def num_tokens(self, url: str) -> int:
         """Return how many tokens an image has.
 
         Raises:
-            BadImage: it is too narrow.
+            BadImage: it cannot be read, or is too narrow.
         """
+        width, height = rgb(url).size
+        try:
+            return self.tokens_of_size(height, width)
+        except ValueError as error:
+            raise BadImage(
+                f"an image of {width} x {height} pixels cannot be read ({error}): {url[:60]!r}"
+            ) from error
+
+    @abstractmethod
+    def tokens_of_size(self, height: int, width: int) -> int:
+        """Return how many tokens an image of this size has; ValueError: it is too narrow."""
 
     @abstractmethod
     def side(self, num_tokens: int) -> int:
@@ -202,14 +212,9 @@ class QwenVision(Vision):
         self.stop_ids = (self.token,)
         self.merge_size = self.processor.merge_size
 
-    def num_tokens(self, url: str) -> int:
-        """Return how many tokens an image has. Raises BadImage if it is too narrow."""
-        width, height = rgb(url).size
-        try:
-            num_patches = self.processor.get_number_of_image_patches(height, width)
-        except ValueError as error:
-            raise _bad_size(url, error) from error
-        return num_patches // self.merge_size**2
+    def tokens_of_size(self, height: int, width: int) -> int:
+        """Return how many tokens an image of this size has; ValueError: it is too narrow."""
+        return self.processor.get_number_of_image_patches(height, width) // self.merge_size**2
 
     def side(self, num_tokens: int) -> int:
         """Return the side in pixels of a square image of at most so many tokens."""
@@ -285,9 +290,8 @@ class GemmaVision(Vision):
         self.stop_ids = (self.token, self.place)
         self.tokens_per_image = config.mm_tokens_per_image
 
-    def num_tokens(self, url: str) -> int:
-        """Return how many tokens an image has. Raises BadImage if it cannot be read."""
-        rgb(url)
+    def tokens_of_size(self, height: int, width: int) -> int:
+        """Return how many tokens an image of any size has."""
         return self.tokens_per_image
 
     def side(self, num_tokens: int) -> int:
@@ -301,23 +305,19 @@ class GemmaVision(Vision):
     def expand(self, ids: list[int], urls: Sequence[str], begin: int = 0) -> Expanded:
         """Put what stands for each image in its place, and join the newlines next to it."""
         tokens, _, sources = super().expand(ids, urls)
-        for pair, both in self.joined.items():
-            self.join(tokens, sources, pair, both)
+        for pair, both in self.joined.items():  # in place, wherever they are next to an image
+            for i in reversed(range(len(tokens) - 1)):
+                is_before = tokens[i + 2 : i + 3] == [self.place]
+                is_after = i > 0 and tokens[i - 1] == self.end
+                if (tokens[i], tokens[i + 1]) == pair and (is_before or is_after):
+                    tokens[i : i + 2] = [both]
+                    sources[i : i + 2] = [-1]
         places = [i for i, token in enumerate(tokens) if token == self.place]
         spans = [
             ImageSpan(begin + place + 1, self.tokens_per_image, url)
             for place, url in zip(places, urls, strict=True)
         ]
         return Expanded(tokens, spans, sources)
-
-    def join(self, tokens: list[int], sources: list[int], pair: tuple[int, int], both: int) -> None:
-        """Put one token in the place of two, in place, wherever these are next to an image."""
-        for i in reversed(range(len(tokens) - 1)):
-            is_before = tokens[i + 2 : i + 3] == [self.place]
-            is_after = i > 0 and tokens[i - 1] == self.end
-            if (tokens[i], tokens[i + 1]) == pair and (is_before or is_after):
-                tokens[i : i + 2] = [both]
-                sources[i : i + 2] = [-1]
 
     def unexpanded(self, tokens: list[int], spans: Sequence[ImageSpan]) -> list[int]:
         """Return the tokens with one token for each image, as the engine takes them.
@@ -387,18 +387,14 @@ class Gemma4Vision(Vision):
         self.after = (config.eoi_token_id,)
         self.stop_ids = (self.token, config.video_token_id, config.audio_token_id)
 
-    def num_tokens(self, url: str) -> int:
-        """Return how many tokens an image has. Raises BadImage if it is too narrow."""
-        width, height = rgb(url).size
+    def tokens_of_size(self, height: int, width: int) -> int:
+        """Return how many tokens an image of this size has; ValueError: it is too narrow."""
         pool = self.processor.pooling_kernel_size
         patch = self.processor.patch_size
         library: Any = sys.modules[type(self.processor).__module__]
-        try:
-            new_height, new_width = library.get_aspect_ratio_preserving_size(
-                height, width, patch, self.most_tokens * pool**2, pool
-            )
-        except ValueError as error:
-            raise _bad_size(url, error) from error
+        new_height, new_width = library.get_aspect_ratio_preserving_size(
+            height, width, patch, self.most_tokens * pool**2, pool
+        )
         return new_height * new_width // (patch * pool) ** 2
 
     def side(self, num_tokens: int) -> int:
@@ -425,12 +421,6 @@ class Gemma4Vision(Vision):
     ) -> dict[str, Tensor]:
         """Return the column and the row of each patch."""
         return {"places": inputs["image_position_ids"]}
-
-
-def _bad_size(url: str, error: ValueError) -> BadImage:
-    """Return the error for an image that a processor cannot make smaller or larger."""
-    width, height = rgb(url).size
-    return BadImage(f"an image of {width} x {height} pixels cannot be read ({error}): {url[:60]!r}")
 
 
 def _check_window(where: str, num_tokens: int, text: PretrainedConfig) -> None:
@@ -460,17 +450,6 @@ def read_vision(folder: Path, max_images: int = 0) -> Vision:
         "gemma4": Gemma4Vision,
     }
     return kinds.get(config.model_type, QwenVision)(folder, max_images)
-
-
-def save_processor(model: str, folder: Path) -> None:
-    """Write what reads the images of a model to a folder: its image processor and tokenizer.
-
-    Args:
-        model: a folder or a hub id.
-        folder: gets the files; its config.json is another model's.
-    """
-    AutoImageProcessor.from_pretrained(model).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
 def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:

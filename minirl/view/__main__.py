@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 from minirl.base.errors import UserError, require
-from minirl.view.page import MOST_GROUPS, export
 from minirl.view.run import Run
-from minirl.view.server import serve
+from minirl.view.server import MOST_GROUPS, export, serve
 
 PORT = 8600
 BAD_INPUT = 2

@@ -1,4 +1,4 @@
-"""The server of the page, on this machine's loopback only.
+"""The page and what belongs to it: served on this machine's loopback only, or as one file.
 
 An address names a run by its number, never by a path. A browser may be led here by any page that
 it shows, so requests must name this host (no rebinding of DNS), and the page may load nothing but
@@ -6,18 +6,23 @@ what is served here.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import base64
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from minirl.base.errors import require
+from minirl.base.files import write_whole
 from minirl.config.shared import LimitsConfig
 from minirl.endpoint.http import bind, make_server, require_loopback
-from minirl.view import page
 from minirl.view.run import Run, parse_number, parse_query, to_json
 
 HOST = "127.0.0.1"
@@ -32,8 +37,13 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-
-Answer = Callable[[Request], Awaitable[Response]]
+HERE = Path(__file__).parent
+# uPlot draws the curves: https://github.com/leeoniya/uPlot, version 1.6.32 as its package has it.
+STYLES = ("vendor/uPlot.min.css", "view.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "charts.js", "trajectories.js", "view.js")
+LICENSE = "vendor/LICENSE"
+TYPES = {".css": "text/css", ".js": "text/javascript"}
+MOST_GROUPS = 100  # Of a run in a file, if no share is asked for.
 
 
 def serve(runs: list[Run], port: int, say: Callable[[str], None]) -> None:
@@ -54,47 +64,108 @@ def serve(runs: list[Run], port: int, say: Callable[[str], None]) -> None:
 
 def routes(runs: list[Run]) -> list[Route]:
     """Return what can be asked for: the files of the page, and data of a run as JSON."""
-
-    def group(run: Run, given: dict[str, str]) -> Any:
-        return run.group(parse_number(given, "step", 0), parse_number(given, "group", 0))
-
     finders: dict[str, Callable[[Run, dict[str, str]], Any]] = {
         "runs": lambda run, given: [run.describe() for run in runs],
         "metrics": lambda run, given: run.metrics(given.get("place", "")),
         "answers": lambda run, given: run.all_lines("answers.jsonl"),
         "settings": lambda run, given: run.settings(),
         "groups": lambda run, given: run.groups(parse_query(given)),
-        "group": group,
+        "group": lambda run, given: run.group(
+            parse_number(given, "step", 0), parse_number(given, "group", 0)
+        ),
     }
-    found = []
-    for name, (kind, body) in page.files().items():
-        found.append(Route(f"/{name}", _file(kind, body), methods=["GET"]))
-    for name, find in finders.items():
-        found.append(Route(f"/api/{name}", _data(runs, find), methods=["GET"]))
+
+    def add(name: str, kind: str, make_body: Callable[[dict[str, str]], str]) -> None:
+        """Answer a name with what is made of the address's parameters, in a thread."""
+
+        async def answer(request: Request) -> Response:
+            require_loopback(request)
+            body = await run_in_threadpool(make_body, dict(request.query_params))
+            return Response(body, media_type=kind, headers=HEADERS)
+
+        found.append(Route(f"/{name}", answer, methods=["GET"]))
+
+    def find(name: str, given: dict[str, str]) -> str:
+        number = parse_number(given, "run", 0)
+        require(0 <= number < len(runs), f"there is no run {number}")
+        return to_json(finders[name](runs[number], given))
+
+    found: list[Route] = []
+    for name in finders:
+        add(f"api/{name}", "application/json", functools.partial(find, name))
+    for name in (*STYLES, *SCRIPTS):
+        add(name, TYPES[Path(name).suffix], lambda given, name=name: read(name))
+    head = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
+    scripts = "\n".join(f'<script src="{name}"></script>' for name in SCRIPTS)
+    add("", "text/html", lambda given: html(head, scripts))
     return found
 
 
-def _file(kind: str, body: bytes) -> Answer:
-    """Return what answers with a file of the page."""
-
-    async def answer(request: Request) -> Response:
-        require_loopback(request)
-        return Response(body, media_type=kind, headers=HEADERS)
-
-    return answer
+def read(name: str) -> str:
+    """Return the text of a file of the page."""
+    return (HERE / name).read_text()
 
 
-def _data(runs: list[Run], find: Callable[[Run, dict[str, str]], Any]) -> Answer:
-    """Return what answers with the JSON of what `find` returns, which reads files in a thread."""
+def html(head: str, scripts: str) -> str:
+    """Return the page with what its head has, and the scripts at its end."""
+    return read("page.html").replace("<!--head-->", head).replace("<!--scripts-->", scripts)
 
-    def answer_in_thread(given: dict[str, str]) -> str:
-        number = parse_number(given, "run", 0)
-        require(0 <= number < len(runs), f"there is no run {number}")
-        return to_json(find(runs[number], given))
 
-    async def answer(request: Request) -> Response:
-        require_loopback(request)
-        body = await run_in_threadpool(answer_in_thread, dict(request.query_params))
-        return Response(body, media_type="application/json", headers=HEADERS)
+def export(runs: list[Run], path: Path, share: float | None) -> tuple[int, int]:
+    """Write one HTML file with curves, answers and trajectories of runs, for mail and notes.
 
-    return answer
+    Args:
+        runs: the runs to show.
+        path: the file to write.
+        share: the share of the groups of each run, evenly over its steps; at least one group. None:
+            all, or MOST_GROUPS of them if there are more.
+
+    Returns:
+        How many groups are in the file, and how many the runs have.
+    """
+    exported: list[dict[str, Any]] = []
+    num_exported = 0
+    num_groups = 0
+    for run in runs:
+        about = run.describe()
+        groups = run.table.groups
+        num = MOST_GROUPS if share is None else max(1, round(share * len(groups)))
+        chosen = np.linspace(0, len(groups) - 1, min(num, len(groups))).round().astype(int)
+        found = []
+        for group in groups[np.unique(chosen)]:
+            whole = run.group(group["step"].item(), group["group"].item())
+            found.append(run.reader.describe(group) | {"whole": whole})
+        num_exported += len(found)
+        num_groups += len(groups)
+        exported.append(
+            {
+                "about": about,
+                "settings": run.settings(),
+                "metrics": run.all_lines("metrics.jsonl"),
+                "answers": run.all_lines("answers.jsonl"),
+                "groups": found,
+                "histograms": run.table.histograms(groups),
+            }
+        )
+    style = "\n".join(read(name) for name in STYLES)
+    script = "\n".join(read(name) for name in SCRIPTS)
+    # JSON without "<", which no text in it can end.
+    embedded = to_json({"runs": exported}).replace("<", "\\u003c")
+    # How a content security policy names texts in the page.
+    hashes = []
+    for text in (script, style):
+        digest = hashlib.sha256(text.encode()).digest()
+        hashes.append(f"sha256-{base64.b64encode(digest).decode()}")
+    policy = (
+        f"default-src 'none'; script-src '{hashes[0]}'; style-src '{hashes[1]}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    head = (
+        f"<!-- This file contains uPlot.\n{read(LICENSE)}-->\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    )
+    scripts = (
+        f'<script type="application/json" id="data">{embedded}</script>\n<script>{script}</script>'
+    )
+    write_whole(path, html(head, scripts))
+    return num_exported, num_groups

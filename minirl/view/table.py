@@ -4,6 +4,7 @@ It is made of the tables next to the dumped trajectories (rollout/index.py): 100
 are about 10 MB, and no file of trajectories is read but for a search in their texts.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,19 +45,18 @@ GROUP = np.dtype(
         ("equal", "?"),
     ]
 )
-FLAGS = ("cut_off", "failed", "equal")
+OF_TRAINING = ("mismatch", "mean_mismatch", "entropy", "advantage")
 NUM_BARS = 30  # Of a histogram.
-SORTS = ("step", "mismatch", "entropy", "staleness", "num_tokens", "reward")
 
 
 class Query(NamedTuple):
     """Which groups to show."""
 
-    flags: tuple[str, ...] = ()  # Of FLAGS: all of them must be set.
+    flags: tuple[str, ...] = ()  # Columns of GROUP: all of them must be set.
     unequal: bool = False  # Without groups in which all rewards are equal.
     first_step: int = 0
     last_step: int = 2**31 - 1
-    sort: str = "step"  # Of SORTS.
+    sort: str = "step"  # A column of GROUP.
     ascending: bool = False
     page: int = 0
     page_size: int = 20
@@ -72,9 +72,6 @@ class Table:
         self.groups = np.zeros(0, GROUP)
         self.seen: dict[int, tuple] = {}  # By step: the files that were read, as they were then.
         self.by_step: dict[int, np.ndarray] = {}  # ROW [N] by step.
-        # The text that was searched last, and by step: the files that were read for it, as they
-        # were then, and bool [N], which rows have it.
-        self.searched: tuple[str, dict[int, tuple[tuple, np.ndarray]]] = ("", {})
 
     def steps(self) -> list[int]:
         """Return the steps that have trajectories."""
@@ -103,7 +100,8 @@ class Table:
         groups = self.groups
         keep = (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
         if query.search and len(groups):
-            keep &= self._search(query.search)
+            found = [self._search(query.search, step, self.seen[step]) for step in self.steps()]
+            keep &= np.logical_or.reduceat(np.concatenate(found), groups["first"])
         for flag in query.flags:
             keep &= groups[flag]
         if query.unequal:
@@ -115,35 +113,28 @@ class Table:
         order = np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")
         return groups[kept[order]]
 
-    def _search(self, text: str) -> np.ndarray:
-        """Return which groups have a text in a prompt or an answer, bool [G].
+    @functools.lru_cache(maxsize=10_000)  # noqa: B019  # a table lives as long as its page
+    def _search(self, text: str, step: int, mark: tuple) -> np.ndarray:
+        """Return which rows of a step have a text in a prompt or an answer, bool [N].
 
         All lines are read, but most are sorted out without being parsed. Case does not count (but
-        for letters beyond ASCII). What was found is kept until another text is searched.
+        for letters beyond ASCII). What was found is kept for the files as they are by their mark.
         """
-        last_text, found = self.searched
-        if last_text != text:
-            found = {}
         as_written = json.dumps(text)[1:-1].lower().encode()
-        for step, rows in self.by_step.items():
-            if step in found and found[step][0] == self.seen[step]:
-                continue
-            has = np.zeros(len(rows), bool)
-            for rank in np.unique(rows["rank"]):
-                block = index.part_of(self.folder, step, int(rank)).lines.read_bytes()
-                for i in np.flatnonzero(rows["rank"] == rank):
-                    start = int(rows["start"][i])
-                    line = block[start : start + int(rows["num_bytes"][i])]
-                    if as_written not in line.lower():
-                        continue
-                    info = json.loads(line)["info"]
-                    texts = [prompt_text(info["prompt"]), info["completion"], info["error"]]
-                    texts += info.get("row", {}).values()
-                    has[i] = text.lower() in "\n".join(texts).lower()
-            found[step] = (self.seen[step], has)
-        self.searched = (text, found)
-        rows_with_text = np.concatenate([found[step][1] for step in self.steps()])
-        return np.logical_or.reduceat(rows_with_text, self.groups["first"])
+        rows = self.by_step[step]
+        has = np.zeros(len(rows), bool)
+        for rank in np.unique(rows["rank"]):
+            block = index.part_of(self.folder, step, int(rank)).lines.read_bytes()
+            for i in np.flatnonzero(rows["rank"] == rank):
+                start = int(rows["start"][i])
+                line = block[start : start + int(rows["num_bytes"][i])]
+                if as_written not in line.lower():
+                    continue
+                info = json.loads(line)["info"]
+                texts = [prompt_text(info["prompt"]), info["completion"], info["error"]]
+                texts += info.get("row", {}).values()
+                has[i] = text.lower() in "\n".join(texts).lower()
+        return has
 
     def find(self, step: int, group: int) -> np.ndarray:
         """Return the rows of a group, ROW [N]; empty: there is no such group."""
@@ -212,34 +203,21 @@ def _read_step(parts: list[index.Part]) -> np.ndarray:
     rows = np.concatenate(all_rows)
     order = np.lexsort((rows["segment"], rows["episode"], rows["group"]))
     rows = rows[order]
+    # What training says of the trajectories, on whatever rank it was.
     rows["trained_rank"] = -1
-    for name in ("mismatch", "mean_mismatch", "entropy", "advantage"):
+    for name in OF_TRAINING:
         rows[name] = np.nan
+    names = ["group", "episode", "segment"]
+    row_of = {key: i for i, key in enumerate(rows[names].tolist())}
     for rank, trained in all_trained:
-        _join(rows, rank, trained)
+        keys = trained[names].tolist()
+        trained = trained[[key in row_of for key in keys]]
+        places = [row_of[key] for key in keys if key in row_of]
+        rows["trained_rank"][places] = rank
+        rows["trained_start"][places] = trained["start"]
+        for name in OF_TRAINING:
+            rows[name][places] = trained[name]
     return rows
-
-
-def _join(rows: np.ndarray, rank: int, trained: np.ndarray) -> None:
-    """Add what a rank's training says of its trajectories to the rows of the step."""
-    num_episodes = 1 + max(rows["episode"].max(initial=0), trained["episode"].max(initial=0))
-    num_segments = 1 + max(rows["segment"].max(initial=0), trained["segment"].max(initial=0))
-
-    def key(table: np.ndarray) -> np.ndarray:
-        episode = table["group"] * int(num_episodes) + table["episode"]
-        return episode * int(num_segments) + table["segment"]
-
-    keys = key(rows)  # sorted, as the rows are
-    wanted = key(trained)
-    places = np.searchsorted(keys, wanted).clip(max=max(0, len(keys) - 1))
-    if not len(keys):
-        return
-    is_there = keys[places] == wanted
-    places, trained = places[is_there], trained[is_there]
-    rows["trained_rank"][places] = rank
-    rows["trained_start"][places] = trained["start"]
-    for name in ("mismatch", "mean_mismatch", "entropy", "advantage"):
-        rows[name][places] = trained[name]
 
 
 def _from_lines(part: index.Part) -> np.ndarray:

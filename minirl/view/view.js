@@ -39,7 +39,7 @@ function embedded(data) {
   return {
     isLive: false,
     runs: async () => data.runs.map((run) => run.about),
-    metrics: async (run) => ({ rows: of(run).metrics, place: "end", is_new: false, is_end: true }),
+    metrics: async (run) => ({ rows: of(run).metrics, place: "end", is_new: false }),
     answers: async (run) => of(run).answers,
     settings: async (run) => of(run).settings,
     groups: async (run, query) => {
@@ -120,14 +120,12 @@ async function refresh() {
   let changed = JSON.stringify(state.runs) !== before;
   for (let run = 0; run < state.runs.length; run++) {
     const known = (state.rows[run] ||= { place: "", lines: {}, times: [] });
-    for (let isEnd = known.place === "end"; !isEnd;) {
-      const part = await source.metrics(run, known.place);
-      if (part.is_new) Object.assign(known, { lines: {}, times: [] });
-      known.place = part.place;
-      part.rows.forEach((row) => addRow(known, row));
-      changed ||= part.rows.length > 0 || part.is_new;
-      isEnd = part.is_end;
-    }
+    if (known.place === "end") continue;
+    const part = await source.metrics(run, known.place);
+    if (part.is_new) Object.assign(known, { lines: {}, times: [] });
+    known.place = part.place;
+    part.rows.forEach((row) => addRow(known, row));
+    changed ||= part.rows.length > 0 || part.is_new;
   }
   return changed;
 }
