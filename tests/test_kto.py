@@ -299,7 +299,7 @@ def test_every_layout_gives_the_same_row(tmp_path):
     [
         (
             {"prompt": "a", "completion": "b"},
-            "data.label_key = 'label' must name true or false  .*the row has prompt, completion",
+            "data.label_key = 'label' must name true or false .*the row has prompt, completion",
         ),
         (
             {"prompt": "a", "completion": "b", "label": "yes"},

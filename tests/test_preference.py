@@ -668,7 +668,7 @@ BAD = {
     "one-sided": (
         "rm",
         ["--data.rejected-key", "no"],
-        ["line 1: data.rejected_key = 'no' must name", "set data.chosen_key and data.rejected_key"],
+        ["line 1: data.rejected_key = 'no' must name", "or set data.rejected_key to another"],
     ),
     "pair does not fit": (
         "dpo",
