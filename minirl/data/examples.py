@@ -38,7 +38,7 @@ MISMATCHED = 1  # and the answer of another row after this row's prompt.
 def to_examples(
     tokenizer: PreTrainedTokenizerBase, vision: Vision | None, row: dict, stop_ids: list[int]
 ) -> list[Trajectory]:
-    """Return a row of `open_chats` as token ids, with what is in the loss marked as sampled.
+    """Return a row of `formats.to_chat` as token ids, with what is in the loss marked as sampled.
 
     It is one trajectory, or the segments of a chat with a history that the chat template rewrites.
 
@@ -307,7 +307,7 @@ class Chats:
         """Put the rows in order, and see that not all will be dropped. Collective.
 
         Args:
-            rows: all rows, as `open_chats` returns them (`open_pairs` for pairs).
+            rows: all rows, as `open_examples` returns them.
             tokenizer: has the chat template.
             stop_ids: tokens that end an answer.
             cfg: has data.max_tokens.

@@ -68,6 +68,17 @@ class Reader:
         advantages, logprobs, entropies = values.T
         num_updates = record["version"] + int(row["staleness"])
         staleness = [num_updates - v if v >= 0 else None for v in record["versions"]]
+        # Why the policy sampled nothing, as far as the dump says it.
+        held = "all its tokens were held to a format or a call, and are outside the loss"
+        refusal = info.get("refusal")
+        reasons = [
+            ("it failed", info["error"]),
+            (f"the endpoint refused the agent's last request: {refusal}", refusal),
+            (held, info.get("endpoint", {}).get("outside_loss")),
+            ("a limit of tokens or turns left no room", info.get("env", {}).get("truncated")),
+            ("the environment or agent asked for no answer", True),
+        ]
+        why_empty = next(reason for reason, is_so in reasons if is_so)
         return {
             "episode": record["episode"],
             "segment": record["segment"],
@@ -80,7 +91,7 @@ class Reader:
             "env": info.get("env", {}),
             "stopped": info["stopped"],
             "error": info["error"],
-            "why_empty": "" if record["tokens"] else _why_empty(info),
+            "why_empty": "" if record["tokens"] else why_empty,
             "source": info["source"],
             "version": record["version"],
             "texts": texts,
@@ -123,19 +134,6 @@ def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
         known = tokenizer.decode(before, skip_special_tokens=False)
         texts[-1] = tokenizer.decode(before + pending, skip_special_tokens=False)[len(known) :]
     return texts
-
-
-def _why_empty(info: dict[str, Any]) -> str:
-    """Return why the policy sampled nothing in an episode, as far as the dump says it."""
-    if info["error"]:
-        return "it failed"
-    if info.get("refusal"):
-        return f"the endpoint refused the agent's last request: {info['refusal']}"
-    if info.get("endpoint", {}).get("outside_loss"):
-        return "all its tokens were held to a format or a call, and are outside the loss"
-    if info.get("env", {}).get("truncated"):
-        return "a limit of tokens or turns left no room for an answer"
-    return "the environment or agent asked for no answer"
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
