@@ -256,7 +256,7 @@ def test_a_row_that_is_no_chat(tmp_path, name):
 
 
 SOURCES = {
-    "name twice": ("a.csv", "prompt,answer,prompt\na,b,c\n", "has a name twice"),
+    "name twice": ("a.csv", "prompt,answer,prompt\na,b,c\n", "each of them once"),
     "quote without end": ("a.csv", 'prompt\n"a', "not a good .csv file"),
     "list of nothing": ("a.json", "[]", "no rows"),
     "deep list": ("a.json", DEEP, "100 levels deep"),
@@ -317,7 +317,7 @@ def test_a_saved_folder_that_is_damaged(tmp_path):
         folder = tmp_path / f"{name}{len(text)}"
         folder.mkdir()
         (folder / name).write_text(text)
-        with pytest.raises(UserError, match="^data.train = .*no data set that can be loaded"):
+        with pytest.raises(UserError, match="^data.train = .*as a data set it cannot be read"):
             read_all(open_prompts(str(folder), "data.train", DataConfig(), ALONE))
 
 

@@ -132,7 +132,9 @@ def test_a_damaged_compressed_file_is_refused_and_leaves_nothing(tmp_path, kind)
     whole = path.read_bytes()
     for data in (whole[:-9], b"nothing of the kind"):
         path.write_bytes(data)
-        with pytest.raises(UserError, match=rf"a.jsonl.{kind}: not a good .{kind} file: .*again"):
+        with pytest.raises(
+            UserError, match=rf"a.jsonl.{kind}: not a good .{kind} file, or no room in .*again"
+        ):
             rows_of(path)
     left = Path(datasets.config.HF_DATASETS_CACHE, "minirl").iterdir()
     assert {path.suffix for path in left} == {".lock"}
@@ -174,9 +176,9 @@ def test_csv_values_stay_the_texts_they_are(tmp_path):
         (
             "a.csv",
             "prompt,answer\na,b,c\n",
-            "a row has more or fewer values than the first line has names",
+            "each row must have as many values as the first line has names",
         ),
-        ("a.csv", "prompt,answer\na\n", "a row has more or fewer values"),
+        ("a.csv", "prompt,answer\na\n", "each row must have as many values"),
         ("a.parquet", "nothing of the kind", r"a.parquet cannot be read: Arrow"),
         ("a.json", "[{]", r"not a good .json file"),
         ("a.jsonl?split=train", "{}\n", "a file has no option split; it has weight and name"),
@@ -199,7 +201,7 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path, name, text, message):
         ("splits?split=dev", "its splits are train, test"),
         ("splits?split=train&subset=main", "a saved folder has no subset"),
         ("splits?spilt=train", "a data set has no option spilt"),
-        ("empty", "no file or folder of that name, and no data set that can be loaded"),
+        ("empty", "no file of rows, and as a data set it cannot be read"),
     ],
 )
 def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, message):
@@ -218,8 +220,8 @@ def test_a_hub_id_that_cannot_be_loaded_is_refused():
     """The tests run offline."""
     with pytest.raises(
         UserError,
-        match="data.train = no-such-org/no-such-set: no file or folder of that name, "
-        "and no data set that can be loaded",
+        match="data.train = no-such-org/no-such-set: no file of rows, "
+        "and as a data set it cannot be read",
     ):
         rows_of("no-such-org/no-such-set")
 

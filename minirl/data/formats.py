@@ -55,7 +55,8 @@ def column(row: dict, key: str) -> Any:
     """
     for name in (key, *OTHER_NAMES.get(key, ())):
         value = row.get(name)
-        if name == "instruction" and isinstance(value, str) and isinstance(row.get("input"), str):
+        is_alpaca = name == "instruction" != key and isinstance(value, str)
+        if is_alpaca and isinstance(row.get("input"), str):
             return "\n\n".join(text for text in (value, row["input"]) if text)
         if value is not None:
             return value

@@ -300,7 +300,7 @@ def _read_file(path: Path, label: str) -> Sequence | io.BufferedReader:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 table = csv.DictReader(file, strict=True)
                 rows = list(table)
-            names = table.fieldnames or []
+                names = table.fieldnames or []
             is_even = not any(None in row or None in row.values() for row in rows)
             require(
                 is_even and len(set(names)) == len(names),
@@ -331,7 +331,7 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> "datasets.
         "weight and name",
     )
     is_saved = any(is_file(path / name) for name in ("state.json", "dataset_dict.json"))
-    with library_reads(f"{label}: there is no such file, and as a data set it"):
+    with library_reads(f"{label}: no file of rows, and as a data set it"):
         if is_saved:
             loaded = datasets.load_from_disk(str(path))
         else:
