@@ -37,7 +37,7 @@ from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy
 from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
-from programs import as_flags, fork, rows_of, torchrun
+from programs import as_flags, fork, rows_of
 from test_gradients import exact_norm
 
 # --------------------------------------------------------------------------------------------------
@@ -766,7 +766,7 @@ def test_a_run_ends_where_its_held_out_loss_reaches_stop_at(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 def test_resumed_run_is_the_uninterrupted_run(tmp_path):
-    """Two ranks, first under torchrun. The second run finds the first one's folder as it was when
+    """Two ranks. The second run finds the first one's folder as it was when
     step 4 was saved, but for rows of metrics that follow."""
     folder, source, output = (
         tiny.make(tmp_path / "model", "qwen3"),
@@ -784,7 +784,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
         "--num-steps",
         6,
     )
-    ended = torchrun("minirl.sft", given, tmp_path / "log").end(120)
+    ended = fork("minirl.sft", given, tmp_path / "log", world=2)
     assert ended.code == 0, ended.err
     for title in (
         "held-out loss before",
