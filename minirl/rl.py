@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from minirl.algo import advantages, losses, shaping
-from minirl.algo.correction import MismatchWatch
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.checkpoint import finding
@@ -40,7 +39,13 @@ from minirl.rollout.time_limits import make_in_time
 from minirl.run.dump import Dump
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, evaluate
 from minirl.run.inputs import Inputs
-from minirl.run.metrics import Health, count_sampled, count_work, means_of_step
+from minirl.run.metrics import (
+    Health,
+    MismatchWatch,
+    count_sampled,
+    count_work,
+    means_of_step,
+)
 from minirl.run.results import accuracies
 from minirl.run.supervised import warm_start
 from minirl.run.trainer import HOW_TO_RESUME, BaseTrainer, TrainingRun
@@ -224,6 +229,10 @@ class Trainer(BaseTrainer):
             results_here = np.array(results, np.int64).reshape(-1, 2)
             self.curriculum.record(self.mesh.gather_array(results_here))
 
+        asked = cfg.reward
+        depends_on_length = asked.unstopped != "keep" or asked.overlong_tokens
+        if not (depends_on_length or asked.normalize or asked.clip):
+            return  # a score is the reward
         table = torch.tensor(
             [(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in episodes.values()],
             dtype=torch.float64,

@@ -12,10 +12,12 @@ from harness import ranks
 from minirl.algo import advantages, losses, normalize
 from minirl.algo.losses import kth_largest
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.batch.packing import pack, unpack
 from minirl.config.policy import PolicyConfig
-from minirl.config.rl import AlgoConfig, CorrectionConfig
+from minirl.config.rl import AlgoConfig, CorrectionConfig, RLConfig
 from minirl.rl import Trainer
+from minirl.run import user_algorithms
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 
@@ -236,10 +238,11 @@ def test_an_estimator_may_return_numbers_of_any_dtype(tmp_path, body):
 def assign_alone(setting):
     own = [sample(0, 0, 3.0), sample(0, 1, 5.0)]
     batch = pack(own, CPU)
+    cfg = RLConfig(algo=AlgoConfig(advantage=setting))
     advantages.assign(
         [batch],
-        advantages.find(setting),
-        AlgoConfig(advantage=setting),
+        user_algorithms.checked(advantages.find(setting), cfg, Oversight()),
+        cfg.algo,
         dtype=torch.float32,
         sum_over_ranks=alone,
         max_over_ranks=alone,

@@ -100,7 +100,7 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
-    "algo/advantages.py:call_checked": "a user's estimator may raise anything; its user reads what",
+    "run/user_algorithms.py:call": "a user's estimator may raise anything; its user reads what",
     "run/user_algorithms.py:check_loss": "and so may the user's loss",
     "supervise/lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, "
     "and all others",

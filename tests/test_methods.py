@@ -9,7 +9,7 @@ import torch
 
 from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
-from minirl.algo.correction import bounded_exp
+from minirl.algo.normalize import bounded_exp
 from minirl.base.errors import UserError
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import exchange

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 import tiny
 from harness import RankFailed, ranks
 from minirl.algo import losses
-from minirl.algo.correction import LIMITS, MismatchWatch
 from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.policy import PolicyConfig
@@ -22,6 +21,7 @@ from minirl.model import loading
 from minirl.parallel.fsdp import local
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
+from minirl.run.metrics import LIMITS, MismatchWatch
 from minirl.train import policy as policy_module
 from minirl.train.policy import Policy
 from programs import QUICKSTART, fork

@@ -9,6 +9,7 @@ import torch
 
 from minirl.algo import advantages, losses
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.run import user_algorithms
@@ -95,11 +96,11 @@ def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
     for name in ("as_it_is", "to_go", "last"):
         cfg = config(f"{path}:{name}", samples=1)
         validate_rl(cfg, 1)
-        user_algorithms.check_methods(cfg)
+        user_algorithms.check_methods(cfg, Oversight())
     cfg = config(f"{path}:centered", samples=1)
     validate_rl(cfg, 1)
     with pytest.raises(UserError, match=r"samples_per_prompt = 1: .*compares_nothing=True"):
-        user_algorithms.check_methods(cfg)
+        user_algorithms.check_methods(cfg, Oversight())
 
 
 def test_old_logprobs_are_there_for_an_estimator_by_token(file):
@@ -132,7 +133,7 @@ def test_a_wrong_estimator_is_told_at_the_start(file, name):
     importing = "from minirl.algo.advantages import estimator\n"
     path = file(f"{importing}{declared}def wrong({parameters}): {body}")
     with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
-        user_algorithms.check_methods(config(f"{path}:wrong"))
+        user_algorithms.check_methods(config(f"{path}:wrong"), Oversight())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ LOSSES = """
     import torch
 
     from minirl.algo.losses import old_logprobs, ppo_clip
-    from minirl.algo.correction import bounded_exp
+    from minirl.algo.normalize import bounded_exp
 
 
     def again(batch, logprobs, entropy, cfg):
@@ -180,8 +181,8 @@ def test_good_losses_are_let_through(file):
     for name in ("again", "sapo"):
         cfg = config(loss=f"{path}:{name}", kl_coef=0.1)
         validate_rl(cfg, 1)
-        user_algorithms.check_methods(cfg)
-    user_algorithms.check_methods(config())
+        user_algorithms.check_methods(cfg, Oversight())
+    user_algorithms.check_methods(config(), Oversight())
 
 
 WRONG_LOSSES = {
@@ -203,18 +204,18 @@ def test_a_wrong_loss_is_told_at_the_start(file, name):
     body, message = WRONG_LOSSES[name]
     path = file(f"def wrong(batch, logprobs, entropy, cfg): {body}")
     with pytest.raises(UserError, match=rf"algo.loss = .*mine.py:wrong: .*{message}"):
-        user_algorithms.check_methods(config(loss=f"{path}:wrong"))
+        user_algorithms.check_methods(config(loss=f"{path}:wrong"), Oversight())
 
 
 def test_a_loss_that_is_nowhere_is_told(file):
     with pytest.raises(
         UserError, match="algo.loss = 'poo' is neither registered .ppo, gspo, cispo"
     ):
-        user_algorithms.check_methods(config(loss="poo"))
+        user_algorithms.check_methods(config(loss="poo"), Oversight())
     with pytest.raises(UserError, match="no file none.py"):
-        user_algorithms.check_methods(config(loss="none.py:f"))
+        user_algorithms.check_methods(config(loss="none.py:f"), Oversight())
     with pytest.raises(UserError, match="has no function other"):
-        user_algorithms.check_methods(config(loss=f"{file(LOSSES)}:other"))
+        user_algorithms.check_methods(config(loss=f"{file(LOSSES)}:other"), Oversight())
 
 
 # --------------------------------------------------------------------------------------------------

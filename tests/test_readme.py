@@ -30,6 +30,7 @@ import composition
 import contents
 import family_table
 from minirl.algo import advantages, losses
+from minirl.base.oversight import Oversight
 from minirl.config.lookup import find_function
 from minirl.config.parse import parse_flags
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -404,7 +405,7 @@ def test_the_printed_algorithm(tmp_path):
     path = printed("minirl/algo/README.md", "my_algorithm.py", tmp_path)
     advantage, loss = f"{path}:above_mean", f"{path}:soft_gate"
     cfg = RLConfig(algo=AlgoConfig(advantage=advantage, loss=loss))
-    estimator = user_algorithms.check_methods(cfg)
+    estimator = user_algorithms.check_methods(cfg, Oversight())
     rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     assert estimator(rewards, torch.tensor([0, 0, 1])).tolist() == [0.5, -0.5, 0.0]
     batch = user_algorithms.make_batch(2, with_reference=False)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from minirl.algo.losses import kl, kl_estimator
 from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
-from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.types.packed import Packed, Trajectory
@@ -259,26 +258,14 @@ def assign(
     """
     penalties = [_kl_penalty(batch, cfg) for batch in batches]
     if estimator.by_token:
-        values = []
-        for batch, penalty in zip(batches, penalties, strict=True):
-            rewards = token_rewards(batch, penalty)
-            if cfg.advantage in ESTIMATORS:
-                values.append(estimator(batch, rewards, cfg))
-                continue
-            rows = batch.loss_rows
-            found = call_checked(estimator, cfg.advantage, rows, batch, rewards, cfg)
-            values.append(found.to(rewards.device))
+        values = [
+            estimator(batch, token_rewards(batch, penalty), cfg)
+            for batch, penalty in zip(batches, penalties, strict=True)
+        ]
     else:
-        table = np.concatenate(
-            [
-                *map(_sequences_in_loss, batches, penalties),
-                np.array(
-                    [(t.group, t.episode, t.segment, t.reward, 0.0) for t in without_tokens],
-                    SEQUENCE,
-                ),
-            ]
-        )
-        values = _by_group(batches, gather_rows(table), estimator, cfg.advantage)
+        empty = [(t.group, t.episode, t.segment, t.reward, 0.0) for t in without_tokens]
+        tables = [*map(_sequences_in_loss, batches, penalties), np.array(empty, SEQUENCE)]
+        values = _by_group(batches, gather_rows(np.concatenate(tables)), estimator)
     if estimator.whitened or (cfg.whiten_tokens and not estimator.by_token):
         values = whiten(values, batches, sum_over_ranks, max_over_ranks)
 
@@ -362,7 +349,7 @@ def _is_new(table: np.ndarray, *names: str) -> np.ndarray:
 
 
 def _by_group(
-    batches: list[Packed], tables: list[np.ndarray], estimator: Estimator, name: str
+    batches: list[Packed], tables: list[np.ndarray], estimator: Estimator
 ) -> list[Tensor]:
     """Return the advantages [T] of each micro-batch from an estimator of whole answers.
 
@@ -372,7 +359,6 @@ def _by_group(
         batches: this rank's micro-batches.
         tables: the sequences of each rank, as `SEQUENCE` describes them.
         estimator: the estimator.
-        name: its name, for errors.
     """
     # 1. All sequences. Tensor- and context-parallel ranks have copies: the first rank's count.
     table = np.concatenate(tables)
@@ -388,9 +374,7 @@ def _by_group(
 
     # 3. Estimate, with groups numbered 0 .. G - 1.
     _, groups = np.unique(episodes["group"], return_inverse=True)
-    rewards = torch.from_numpy(earned)
-    every = torch.arange(len(rewards))
-    estimates = call_checked(estimator, name, every, rewards, torch.from_numpy(groups).long())
+    estimates = estimator(torch.from_numpy(earned), torch.from_numpy(groups).long())
 
     # 4. Every row of a sequence gets the advantage of its episode.
     local_groups = [group for batch in batches for group, _, _ in batch.sequences.ids]
@@ -403,45 +387,3 @@ def _by_group(
         as_tensor = torch.tensor(per_sequence, dtype=torch.float64, device=batch.inputs.device)
         values.append(to_rows(as_tensor, batch))
     return values
-
-
-def call_checked(estimator: Estimator, name: str, counting: Tensor, *arguments: object) -> Tensor:
-    """Return the advantages of an estimator, which may be the user's; float64 [N], on the CPU.
-
-    Args:
-        estimator: the estimator, called with `arguments`.
-        name: its name, for errors.
-        counting: the indices of the numbers that are used, int64.
-        arguments: (rewards, groups), or (batch, rewards of tokens, cfg). Rewards are [N].
-
-    Raises:
-        UserError: it raises, or returns anything but N numbers, of which those that are used are
-            finite.
-    """
-    rewards = next(x for x in arguments if isinstance(x, Tensor))
-    form = "f(batch, rewards, cfg)" if estimator.by_token else "f(rewards, groups)"
-    expected = (
-        f"algo.advantage = {name} must return {len(rewards)} finite numbers, a tensor [N], when "
-        f"it is called as {form}"
-    )
-    try:
-        estimates = estimator(*arguments)
-    # The user's code may raise anything.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{expected}; it raised {problem}") from error
-    if not isinstance(estimates, Tensor) or estimates.is_complex():
-        raise UserError(f"{expected}; it returned {estimates!r:.200}")
-    require(
-        estimates.shape == rewards.shape,
-        f"{expected}; it returned one of shape {list(estimates.shape)}",
-    )
-    estimates = estimates.detach().to("cpu", torch.float64)
-    used = counting.cpu()
-    is_wrong = ~estimates[used].isfinite()
-    require(
-        not is_wrong.any(),
-        f"{expected}; {int(is_wrong.sum())} of them are not finite, the first for an answer with "
-        f"reward {rewards.cpu()[used][is_wrong][:1].tolist()}",
-    )
-    return estimates

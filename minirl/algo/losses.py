@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from minirl.algo import correction
-from minirl.algo.correction import bounded_exp, clamp_log_ratio
-from minirl.algo.normalize import sequence_sums, to_rows
+from minirl.algo.normalize import MAX_LOG_RATIO, bounded_exp, sequence_sums, to_rows
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.types.packed import Packed
@@ -29,9 +28,6 @@ POLICY_LOSSES = ("ppo", "gspo", "cispo")
 
 MAX_MEAN_LOG_RATIO = 10.0  # Of the geometric mean of a sequence, in GSPO: verl's.
 MAX_K3_LOG_RATIO = 10.0  # log(reference / policy) of a token, beyond which k3 does not grow.
-
-BITS = 16  # A round of `kth_largest` looks at so many; 4 rounds make a float64.
-NUM_BINS = 2**BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estima
     """
     if estimator == "unbiased":
         ratio = bounded_exp(logprobs - old_logprobs).detach()
-        d = clamp_log_ratio(ref_logprobs - logprobs).detach()
+        d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
         value = ratio * (torch.expm1(d) - d)
         with_gradient = ratio * kl(logprobs, ref_logprobs, "k2")
         return value + (with_gradient - with_gradient.detach())
@@ -160,9 +156,9 @@ def mark_high_entropy(
 def kth_largest(values: np.ndarray, k: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
     """Return the k-th largest value of all ranks; 1 is the largest. Collective.
 
-    It is a radix select: bits are found from the highest to the lowest, 16 in a round, by counting
-    how many values with the bits found so far have which bits next. A round adds 65,536 counts over
-    the ranks (512 kB), however many values there are.
+    Its bits are found from the highest to the lowest: a bit is set if at least k values are as
+    large as with it. So each of 64 rounds adds one count over the ranks, however many values there
+    are.
 
     Args:
         values: this rank's numbers, float64 [N], not NaN; N may differ from rank to rank.
@@ -175,16 +171,11 @@ def kth_largest(values: np.ndarray, k: int, sum_over_ranks: Callable[[Tensor], T
     sign = 1 << 63
     keys = np.where(bits & np.uint64(sign), ~bits, bits | np.uint64(sign))
     found = 0  # The key's bits so far.
-    for shift in range(64 - BITS, -1, -BITS):
-        bins = (keys >> np.uint64(shift)).astype(np.int64) & (NUM_BINS - 1)
-        counts = sum_over_ranks(torch.from_numpy(np.bincount(bins, minlength=NUM_BINS))).numpy()
-        num_above = counts[::-1].cumsum()  # Values in the highest bin, in the two highest, ...
-        steps_down = int(np.searchsorted(num_above, k))
-        if steps_down:
-            k -= int(num_above[steps_down - 1])
-        highest = NUM_BINS - 1 - steps_down
-        found |= highest << shift
-        keys = keys[bins == highest]
+    for bit in reversed(range(64)):
+        with_bit = found | 1 << bit
+        count = int((keys >= np.uint64(with_bit)).sum())
+        if sum_over_ranks(torch.tensor([count])).item() >= k:
+            found = with_bit
     found_bits = found ^ sign if found & sign else found ^ (2**64 - 1)
     return np.array([found_bits], np.uint64).view(np.float64)[0].item()
 
@@ -219,8 +210,10 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
         UserError: `cfg.loss` names none.
     """
     own = find_own(cfg.loss)
-    corrected = correction.resolve(cfg.correction)
     estimator = kl_estimator(cfg)
+    corrected: correction.Correction | None = None
+    if (cfg.correction.level or cfg.correction.preset) != "off":
+        corrected = correction.resolve(cfg.correction)
 
     def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         # 1. The ratio to the old policy, and the surrogate.
@@ -236,10 +229,21 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
             loss = cispo(ratio, logprobs, batch.advantages, cfg)
         else:
             loss = ppo_clip(ratio, batch.advantages, cfg)
-        metrics = _policy_metrics(cfg, batch, logprobs, old, ratio, entropy) | own_metrics
+        with torch.no_grad():
+            mismatch = (old - batch.engine_logprobs).abs()
+            too_low = (ratio < 1 - cfg.clip_low) & (batch.advantages < 0)
+            too_high = (ratio > 1 + cfg.clip_high) & (batch.advantages > 0)
+            metrics = {
+                "entropy": entropy.detach(),
+                "clip_fraction": (too_low | too_high).float(),
+                "mismatch": mismatch,
+                "mismatch_max": mismatch,
+                "policy_kl": kl(logprobs, old, "k3"),
+                **own_metrics,
+            }
 
         # 2. Correct for the engine having sampled from slightly other probabilities.
-        if corrected.level != "off":
+        if corrected:
             weight, outside = correction.weights(old, batch, corrected)
             loss = loss * weight
             metrics |= {"correction_weight": weight, "correction_outside": outside.float()}
@@ -264,23 +268,6 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
         fixed_length=max_tokens,
         entropy_gradient=bool(cfg.entropy_coef),
     )
-
-
-@torch.no_grad()
-def _policy_metrics(
-    cfg: AlgoConfig, batch: Packed, logprobs: Tensor, old: Tensor, ratio: Tensor, entropy: Tensor
-) -> Metrics:
-    """Return what is logged of the surrogate, each [T]."""
-    mismatch = (old - batch.engine_logprobs).abs()
-    too_low = (ratio < 1 - cfg.clip_low) & (batch.advantages < 0)
-    too_high = (ratio > 1 + cfg.clip_high) & (batch.advantages > 0)
-    return {
-        "entropy": entropy.detach(),
-        "clip_fraction": (too_low | too_high).float(),
-        "mismatch": mismatch,
-        "mismatch_max": mismatch,
-        "policy_kl": kl(logprobs.detach(), old, "k3"),
-    }
 
 
 def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:

@@ -14,6 +14,18 @@ from torch.distributed.nn.functional import all_gather, all_reduce
 
 from minirl.types.packed import Packed
 
+# Of a token, or of a sequence in the correction: OpenRLHF's and verl's. Only a policy that has gone
+# wrong meets the bound: a token must have become e^20 times as likely.
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return e^x with x clamped to [-20, 20]; beyond these bounds the gradient is 0.
+
+    In float32 e^89 is infinite, and one such token would make the whole gradient NaN.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
 
 def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
     """Return the sum of [T] values over each sequence, [S]; differentiable.

@@ -2,10 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
-
-from torch import Tensor
 
 from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
@@ -54,25 +51,6 @@ def limited_template(
         )
 
     return watch.limit(60 * cfg.timeout_minutes, describe)
-
-
-def in_time(
-    estimator: Callable[..., Tensor], cfg: RLConfig, watch: Oversight
-) -> Callable[..., Tensor]:
-    """Return an estimator of advantages that ends the run if a call exceeds timeout_minutes."""
-
-    def describe() -> str:
-        return (
-            f"algo.advantage = {cfg.algo.advantage} takes longer than timeout_minutes = "
-            f"{cfg.timeout_minutes:g}; make it faster"
-        )
-
-    @wraps(estimator)
-    def limited(*arguments: object) -> Tensor:
-        with watch.limit(60 * cfg.timeout_minutes, describe):
-            return estimator(*arguments)
-
-    return limited
 
 
 def make_in_time(make_env: Callable[[], Env], cfg: EnvConfig, watch: Oversight) -> Env:

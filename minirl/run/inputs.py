@@ -6,7 +6,6 @@ Each function raises UserError at the first thing that is missing or cannot work
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +60,7 @@ from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
-from minirl.rollout.time_limits import in_time, limited_imports, limited_template, make_in_time
+from minirl.rollout.time_limits import limited_imports, limited_template, make_in_time
 from minirl.run import user_algorithms
 
 # Marks that a row of prompts gets while it is read.
@@ -115,9 +114,7 @@ class Inputs:
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
-                found = user_algorithms.check_methods(cfg)
-                limited = in_time(found.function, cfg, mesh.watch)
-                self.estimator = replace(found, function=limited)
+                self.estimator = user_algorithms.check_methods(cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             env = make_in_time(self.make_env, cfg.env, mesh.watch)

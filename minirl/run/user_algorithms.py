@@ -1,14 +1,21 @@
 """Estimators and losses from files of the user, tried on a made-up batch before anything is loaded.
 
-A wrong shape or a NaN, which would end the run after its first rollout, ends it here.
+A wrong shape or a NaN, which would end the run after its first rollout, ends it here. What an
+estimator returns later is checked, too.
 """
+
+from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minirl.algo import advantages, correction, losses
 from minirl.algo.advantages import Estimator
 from minirl.base.errors import UserError, require
+from minirl.base.oversight import Oversight
 from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.types.packed import Packed, Trajectory
@@ -52,8 +59,12 @@ def make_batch(samples: int, *, with_reference: bool) -> Packed:
     return batch
 
 
-def check_methods(cfg: RLConfig) -> Estimator:
+def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
     """Try the estimator and the loss that a run names; return the estimator.
+
+    Args:
+        cfg: the config of the run.
+        watch: ends the run if the user's estimator is too slow.
 
     Raises:
         UserError: there is none of that name, it fails, or the estimator compares answers and there
@@ -72,17 +83,59 @@ def check_methods(cfg: RLConfig) -> Estimator:
         "one prompt, as f(rewards, groups) does, so it needs at least 2; if it does not compare "
         "them, declare it with @estimator(compares_nothing=True) of minirl.algo.advantages",
     )
+    estimator = checked(estimator, cfg, watch)
     batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
     if estimator.by_token:
         rewards = advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
-        advantages.call_checked(estimator, name, batch.loss_rows, batch, rewards, cfg.algo)
+        estimator(batch, rewards, cfg.algo)
     else:
         in_loss = batch.sequences.loss_tokens > 0
         groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
-        rewards = batch.sequences.rewards[in_loss]
-        every = torch.arange(len(rewards))
-        advantages.call_checked(estimator, name, every, rewards, groups[in_loss])
+        estimator(batch.sequences.rewards[in_loss], groups[in_loss])
     return estimator
+
+
+def checked(estimator: Estimator, cfg: RLConfig, watch: Oversight) -> Estimator:
+    """Return a user's estimator with a time limit and a check of what it returns.
+
+    A call raises UserError if it raises, or returns anything but N numbers, of which those that are
+    used are finite. It ends the run if it takes longer than timeout_minutes.
+    """
+    name = f"algo.advantage = {cfg.algo.advantage}"
+    form = "f(batch, rewards, cfg)" if estimator.by_token else "f(rewards, groups)"
+    too_slow = f"{name} takes longer than timeout_minutes = {cfg.timeout_minutes:g}; make it faster"
+
+    @wraps(estimator.function)
+    def call(*arguments: Any) -> Tensor:
+        rewards = arguments[1] if estimator.by_token else arguments[0]
+        used = arguments[0].loss_rows if estimator.by_token else slice(None)
+        expected = (
+            f"{name} must return {len(rewards)} finite numbers, a tensor [N], when it is called "
+            f"as {form}"
+        )
+        try:
+            with watch.limit(60 * cfg.timeout_minutes, lambda: too_slow):
+                estimates = estimator(*arguments)
+        # The user's code may raise anything.
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise UserError(f"{expected}; it raised {problem}") from error
+        if not isinstance(estimates, Tensor) or estimates.is_complex():
+            raise UserError(f"{expected}; it returned {estimates!r:.200}")
+        require(
+            estimates.shape == rewards.shape,
+            f"{expected}; it returned one of shape {list(estimates.shape)}",
+        )
+        estimates = estimates.detach().to(rewards)  # its device and dtype
+        is_wrong = ~estimates[used].isfinite()
+        require(
+            not is_wrong.any(),
+            f"{expected}; {int(is_wrong.sum())} of them are not finite, the first for an answer "
+            f"with reward {rewards[used][is_wrong][:1].tolist()}",
+        )
+        return estimates
+
+    return replace(estimator, function=call)
 
 
 def check_loss(cfg: AlgoConfig) -> None:
