@@ -15,7 +15,7 @@ import torch
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.algo import advantages
 from minirl.algo.losses import kth_largest
-from minirl.batch.exchange import exchange
+from minirl.batch.exchange import HEADER, exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig
 from minirl.parallel.mesh import Mesh
@@ -52,11 +52,10 @@ class FakeMesh:
         tables = [rows]
         for rank in range(1, self.world_size):
             table = rows.copy()
-            if rows.dtype.names:  # Sequences, for the advantages.
+            if rows.dtype.names:  # Not names with values.
                 table["group"] += rank * 1_000_000
-            elif rows.shape[1] > 2:  # Not names with values.
-                table[:, 0] += rank * 1_000_000
-                table[:, 3] = rank  # Headers of the exchange.
+            if rows.dtype == HEADER:
+                table["rank"] = rank
             tables.append(table)
         self.num_bytes += rows.nbytes * self.world_size
         self.outside += time.process_time() - began

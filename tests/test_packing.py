@@ -18,7 +18,7 @@ from minirl.algo import normalize
 from minirl.base.errors import UserError
 from minirl.batch import attention_plan
 from minirl.batch.attention_plan import RowLayout
-from minirl.batch.exchange import _Header, exchange, partition, pieces
+from minirl.batch.exchange import HEADER, exchange, partition, pieces
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
 from minirl.types.packed import Context, ImageSpan, Trajectory
@@ -400,8 +400,8 @@ def table_of(rows):
 
 def cut(table, num_ranks, budget):
     """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
-    headers = [_Header(0, 0, 0, 0, i, *row, 0) for i, row in enumerate(table.tolist())]
-    num_members, sizes = pieces(_Header(*np.array(headers).T), num_ranks, budget)
+    headers = [(0, 0, 0, 0, i, *row, 0) for i, row in enumerate(table.tolist())]
+    num_members, sizes = pieces(np.array(headers, HEADER), num_ranks, budget)
     numbers = iter(range(len(table)))
     return [list(itertools.islice(numbers, num)) for num in num_members], sizes
 
@@ -449,7 +449,7 @@ def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
 
 
 def test_nothing_makes_no_pieces():
-    assert pieces(_Header(*np.empty((9, 0), np.int64)), 2, 100) == ([], [])
+    assert pieces(np.empty(0, HEADER), 2, 100) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -554,10 +554,10 @@ def twin(trajectories, mesh, budget, num_minibatches, *, whole_groups):
             urls = [image.url for image in t.images if image.start < prompt - 1]
             shared = zlib.crc32(t.tokens[: prompt - 1].tobytes() + "".join(urls).encode())
             header = (t.group, 0, 0, 0, i, shared, prompt, len(t.tokens))
-            headers.append(_Header(*header, 0))
+            headers.append((*header, 0))
         rows = budget * mesh.context_size
-        columns = _Header(*np.array(headers, np.int64).reshape(-1, 9).T)
-        sizes, lengths = pieces(columns, mesh.data_size, rows, whole_groups=whole_groups)
+        table = np.array(headers, HEADER)
+        sizes, lengths = pieces(table, mesh.data_size, rows, whole_groups=whole_groups)
         numbers = iter(range(len(members)))
         parts = [list(itertools.islice(numbers, size)) for size in sizes]
         batch = []

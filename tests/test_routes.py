@@ -14,14 +14,15 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
-from minirl.batch import attention_plan, routes
+from minirl.batch import attention_plan
 from minirl.batch.exchange import exchange
-from minirl.batch.packing import pack
+from minirl.batch.packing import LIVE, pack
 from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
-from minirl.engine.loop import Completion, EngineLoop, Request
+from minirl.engine.loop import Completion, EngineLoop, Request, extended
+from minirl.engine.routed_experts import narrow
 from minirl.model import build, families
 from minirl.rollout import records
 from minirl.rollout.conversation import Prompt, Segment
@@ -51,7 +52,7 @@ def routed(given: list[Trajectory], seed: int = 0, layers: int = LAYERS) -> list
         prompt = t.tokens[: int(t.sampled.argmax())]
         shared = of_prompt.setdefault((t.group, prompt.tobytes()), choice)
         choice[: len(prompt)] = shared[: len(prompt)]
-        t.routes = routes.narrow(choice[: max(num, len(prompt))], EXPERTS)
+        t.routes = narrow(choice[: max(num, len(prompt))], EXPERTS)
     return given
 
 
@@ -62,14 +63,14 @@ def routed(given: list[Trajectory], seed: int = 0, layers: int = LAYERS) -> list
 def test_a_token_keeps_its_first_route():
     first = np.full((3, 1, 1), 1, np.uint8)
     later = np.full((5, 1, 1), 2, np.uint8)
-    assert routes.extended(None, later) is later
-    assert routes.extended(first, later).ravel().tolist() == [1, 1, 1, 2, 2]
-    assert routes.extended(later, first).ravel().tolist() == [2] * 5
+    assert extended(None, later) is later
+    assert extended(first, later).ravel().tolist() == [1, 1, 1, 2, 2]
+    assert extended(later, first).ravel().tolist() == [2] * 5
 
 
 def test_numbers_of_experts_are_as_small_as_they_can_be():
-    assert routes.narrow(np.array([255]), 256).dtype == np.uint8
-    assert routes.narrow(np.array([256]), 257).tolist() == [256]
+    assert narrow(np.array([255]), 256).dtype == np.uint8
+    assert narrow(np.array([256]), 257).tolist() == [256]
 
 
 def test_rows_have_the_routes_of_their_input_tokens():
@@ -87,8 +88,8 @@ def test_rows_have_the_routes_of_their_input_tokens():
         part = of_sibling[t.group, t.episode, t.segment].numpy()
         known = t.routes[num_prompt - 1 : len(t.tokens) - 1]
         assert np.array_equal(part[: len(known)], known)
-        assert (part[len(known) :] == routes.LIVE).all()
-    assert (of_sibling[6, 1, 0] == routes.LIVE).all()
+        assert (part[len(known) :] == LIVE).all()
+    assert (of_sibling[6, 1, 0] == LIVE).all()
     assert pack([plain], torch.device("cpu")).routes is None
 
 
@@ -125,10 +126,14 @@ def test_a_file_of_trajectories_has_their_routes(tmp_path):
     line = json.dumps(records.to_record(t), default=np.ndarray.tolist)
     again = records.from_record(json.loads(line))
     assert again.routes.dtype == np.uint8 and np.array_equal(again.routes, t.routes)
-    assert routes.from_json(routes.to_json(None)) is None
     for bad in ({"dtype": "object"}, {"shape": [1, 2]}, {"data": "AAA="}):
+        record = json.loads(line)
+        record["routes"] |= bad
         with pytest.raises(ValueError):
-            routes.from_json(routes.to_json(t.routes) | bad)
+            records.from_record(record)
+    t.routes = None
+    line = json.dumps(records.to_record(t), default=np.ndarray.tolist)
+    assert records.from_record(json.loads(line)).routes is None
 
 
 class Tokenizer:
@@ -208,7 +213,7 @@ def replay_own(mesh, folder, dtype, checkpointing):
     # Half of the rows elsewhere, the others by themselves.
     other = (own + 1) % policy.model.routing.num_experts
     batch.routes = other.transpose(0, 1).to(torch.int16)
-    batch.routes[::2] = routes.LIVE
+    batch.routes[::2] = LIVE
     taken = chosen_by(policy, batch)
     assert torch.equal(taken[:, 1::2], other[:, 1::2])
     assert torch.equal(taken[0, ::2], own[0, ::2])

@@ -1,6 +1,5 @@
 """Who sees whom in a packed micro-batch, as blocks of row numbers that attention kernels take."""
 
-import functools
 import itertools
 from dataclasses import dataclass
 
@@ -90,7 +89,18 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
     sees_in_windows_only = layout.vision and layout.vision.sees_ahead == "windowed"
     for_layers = (windowed_block, None if sees_in_windows_only else image_block, image_block)
     if layout.context and layout.context.ring:
-        return AttentionPlan(_ring(rows, device), *for_layers)
+        # A rank's rows are in order, so among them attention is plain causal. All rows see the
+        # first halves of an earlier rank, and none sees its second halves, which come later. Only
+        # the second halves see rows of a later rank, and they see all of them.
+        first_halves, second_halves = rows[::2], rows[1::2]
+        halves = zip(first_halves, second_halves, strict=True)
+        local = [np.concatenate(both) for both in halves]
+        ring = (
+            _block(local, local, True, device, queries_are_keys=True),
+            _block(local, first_halves, False, device),
+            _block(second_halves, local, False, device),
+        )
+        return AttentionPlan(ring, *for_layers)
 
     # Block 1, causal: each chunk's keys, after the prompt's keys if it is short enough to repeat.
     keys = []
@@ -179,27 +189,6 @@ def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
     return out
 
 
-def _ring(halves: Ragged, device: torch.device) -> tuple[Block, ...]:
-    """Return the three blocks of a context ring, for a rank's rows in zigzag.
-
-    A rank's rows are in order, so among them attention is plain causal. All rows see the first
-    halves of an earlier rank, and none sees its second halves, which come later. Only the second
-    halves see rows of a later rank, and they see all of them.
-
-    Args:
-        halves: rows of the two chunks of each sequence in turn.
-        device: device of the blocks.
-    """
-    first_halves = halves[::2]
-    second_halves = halves[1::2]
-    rows = [np.concatenate(both) for both in zip(first_halves, second_halves, strict=True)]
-    return (
-        _block(rows, rows, True, device, queries_are_keys=True),
-        _block(rows, first_halves, False, device),
-        _block(second_halves, rows, False, device),
-    )
-
-
 def _block(
     queries: Ragged,
     keys: Ragged,
@@ -220,6 +209,42 @@ def _block(
     """
     if in_order is None:
         in_order = causal
+
+    def pad() -> Padded:
+        """Return `Block.padded`: rectangles of pairs of about the same size."""
+        num_queries = np.array([[len(q)] for q in queries])
+        num_keys = np.array([[len(k)] for k in keys])
+        edges = np.searchsorted(EDGES, np.hstack([num_queries, num_keys]))
+        sizes = np.hstack([num_keys > num_queries, edges])
+        rectangles = []
+        places = [np.empty(0, np.int64)] * len(queries)
+        num_places = 0  # In the rectangles so far.
+        for size in np.unique(sizes, axis=0):
+            members = np.flatnonzero((sizes == size).all(1))
+            query_index, filling = _row_index([queries[i] for i in members], device)
+            key_index, hidden = _row_index([keys[i] for i in members], device)
+            if causal:
+                num_before = (num_keys - num_queries)[members]  # Keys that the first query sees.
+                last = num_before + np.arange(filling.shape[1])
+                needs_last = num_before.any()
+            else:
+                last = num_keys[members] - 1
+                needs_last = hidden.any()
+            rectangles.append(
+                Rectangle(
+                    queries=query_index,
+                    keys=key_index,
+                    filling=on_device(filling, device, torch.bool) if filling.any() else None,
+                    last=on_device(last, device) if needs_last else None,
+                )
+            )
+            for i in members:
+                places[i] = num_places + np.arange(len(queries[i]))
+                num_places += filling.shape[1]
+        order = np.concatenate(places)
+        is_in_order = np.array_equal(order, np.arange(num_places))
+        return Padded(tuple(rectangles), None if is_in_order else on_device(order, device))
+
     return Block(
         causal=causal,
         rows=None if in_order else on_device(np.concatenate(queries), device),
@@ -227,7 +252,7 @@ def _block(
         cu_queries=_running_sum(queries, device),
         cu_keys=_running_sum(keys, device),
         longest=(max(map(len, queries)), max(map(len, keys))),
-        pad=functools.partial(_pad, queries, keys, causal, device),
+        pad=pad,
     )
 
 
@@ -245,39 +270,3 @@ def _row_index(parts: Ragged, device: torch.device) -> tuple[RowIndex, np.ndarra
     counts_up = (np.diff(rows.ravel()) == 1).all()
     index = RowIndex(on_device(rows, device), int(rows[0, 0]) if counts_up else None)
     return index, place >= lengths
-
-
-def _pad(queries: Ragged, keys: Ragged, causal: bool, device: torch.device) -> Padded:
-    """Return `Block.padded`: rectangles of pairs of about the same size."""
-    num_queries = np.array([[len(q)] for q in queries])
-    num_keys = np.array([[len(k)] for k in keys])
-    edges = np.searchsorted(EDGES, np.hstack([num_queries, num_keys]))
-    sizes = np.hstack([num_keys > num_queries, edges])
-    rectangles = []
-    places = [np.empty(0, np.int64)] * len(queries)
-    num_places = 0  # In the rectangles so far.
-    for size in np.unique(sizes, axis=0):
-        members = np.flatnonzero((sizes == size).all(1))
-        query_index, filling = _row_index([queries[i] for i in members], device)
-        key_index, hidden = _row_index([keys[i] for i in members], device)
-        if causal:
-            num_before = (num_keys - num_queries)[members]  # Keys that the first query sees.
-            last = num_before + np.arange(filling.shape[1])
-            needs_last = num_before.any()
-        else:
-            last = num_keys[members] - 1
-            needs_last = hidden.any()
-        rectangles.append(
-            Rectangle(
-                queries=query_index,
-                keys=key_index,
-                filling=on_device(filling, device, torch.bool) if filling.any() else None,
-                last=on_device(last, device) if needs_last else None,
-            )
-        )
-        for i in members:
-            places[i] = num_places + np.arange(len(queries[i]))
-            num_places += filling.shape[1]
-    order = np.concatenate(places)
-    in_order = np.array_equal(order, np.arange(num_places))
-    return Padded(tuple(rectangles), None if in_order else on_device(order, device))

@@ -9,8 +9,7 @@ import io
 import itertools
 import pickle
 import zlib
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,47 +18,24 @@ from minirl.batch.packing import shared_part
 from minirl.parallel.mesh import Mesh
 from minirl.types.packed import Trajectory, prompt_length
 
-Number = TypeVar("Number", int, np.ndarray)
-
-
-class _Header(NamedTuple, Generic[Number]):
-    """What all ranks know of a trajectory; or of N trajectories, each field an int64 [N]."""
-
-    group: Number
-    episode: Number
-    segment: Number
-    rank: Number  # The rank that sampled it,
-    number: Number  # and its number there.
-    prompt: Number  # Hash of what siblings share.
-    num_prompt: Number  # Tokens.
-    num_tokens: Number
-    num_sampled: Number
-
-
-_Headers = _Header[np.ndarray]
-
-
-def _take(headers: _Headers, places: np.ndarray | slice) -> _Headers:
-    """Return the headers at these places, in their order."""
-    return _Header(*(column[places] for column in headers))
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Where each trajectory goes.
-
-    Arrays are int64 [N], in the order of minibatches, micro-batches, data-parallel ranks, and then
-    of the sequences that the micro-batch has there.
-    """
-
-    header: np.ndarray  # Number of its header.
-    micro_batch: np.ndarray  # Number of its micro-batch, over all minibatches.
-    data_rank: np.ndarray
-    num_micro: list[int]  # Micro-batches of each minibatch.
+# What all ranks know of a trajectory.
+HEADER = np.dtype(
+    [
+        ("group", np.int64),
+        ("episode", np.int64),
+        ("segment", np.int64),
+        ("rank", np.int64),  # The rank that sampled it,
+        ("number", np.int64),  # and its number there.
+        ("prompt", np.int64),  # Hash of what siblings share.
+        ("num_prompt", np.int64),  # Tokens.
+        ("num_tokens", np.int64),
+        ("num_sampled", np.int64),
+    ]
+)
 
 
 def pieces(
-    headers: _Headers, num_ranks: int, budget: int, *, whole_groups: bool = False
+    headers: np.ndarray, num_ranks: int, budget: int, *, whole_groups: bool = False
 ) -> tuple[list[int], list[int]]:
     """Cut groups into pieces that stay together and share their prompt's rows.
 
@@ -67,7 +43,7 @@ def pieces(
     budget.
 
     Args:
-        headers: headers of the sequences, in the order of groups.
+        headers: headers of the sequences, HEADER [N], in the order of groups.
         num_ranks: how many ranks share the work.
         budget: most rows of a micro-batch.
         whole_groups: a piece is a whole group, whatever its size.
@@ -75,14 +51,15 @@ def pieces(
     Returns:
         The number of sequences of each piece, which are neighbours, and the number of its rows.
     """
-    all_rows = headers.num_tokens - 1
-    unshared_rows = headers.num_tokens - headers.num_prompt  # From the last prompt token on.
+    all_rows = headers["num_tokens"] - 1
+    # From the last prompt token on.
+    unshared_rows = headers["num_tokens"] - headers["num_prompt"]
     share = int(all_rows.sum()) // (4 * num_ranks)
     limit = max(min(budget, share), int(all_rows.max(initial=0)))
     num_members: list[int] = []
     rows: list[int] = []
     last_group, last_prompt = -1, -1  # Of the last piece, which has the rows of its prompt.
-    columns = (headers.group, headers.prompt, all_rows, unshared_rows)
+    columns = (headers["group"], headers["prompt"], all_rows, unshared_rows)
     for group, prompt, length, branch in zip(*(c.tolist() for c in columns), strict=True):
         shares = prompt == last_prompt
         joins = group == last_group if whole_groups else shares and rows[-1] + branch <= limit
@@ -164,80 +141,65 @@ def exchange(
     trajectories = [t for t in trajectories if len(t.tokens)]
     rows = []
     for number, t in enumerate(trajectories):
-        header = _Header(
-            group=t.group,
-            episode=t.episode,
-            segment=t.segment,
-            rank=mesh.rank,
-            number=number,
-            prompt=zlib.crc32(shared_part(t)),
-            num_prompt=prompt_length(t),
-            num_tokens=len(t.tokens),
-            num_sampled=int(t.sampled.sum()),
-        )
-        rows.append(header)
-    tables = mesh.gather_rows(np.array(rows, np.int64).reshape(-1, len(_Header._fields)))
-    h: _Headers = _Header(*np.concatenate(tables).T)
+        name = (t.group, t.episode, t.segment, mesh.rank, number)
+        num_sampled = int(t.sampled.sum())
+        prompt = zlib.crc32(shared_part(t))
+        rows.append((*name, prompt, prompt_length(t), len(t.tokens), num_sampled))
+    headers = np.concatenate(mesh.gather_rows(np.array(rows, HEADER)))
     # lexsort takes the last key first.
-    headers = _take(h, np.lexsort((h.number, h.rank, h.segment, h.episode, h.group)))
-    _, groups = np.unique(headers.group, return_inverse=True)
-    totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
+    names = ("number", "rank", "segment", "episode", "group")
+    headers = headers[np.lexsort([headers[name] for name in names])]
+    _, groups = np.unique(headers["group"], return_inverse=True)
+    totals = np.bincount(groups, weights=headers["num_sampled"])  # Exact up to 2^53.
     group_tokens = totals.astype(np.int64)[groups]
 
-    # 2. Where each trajectory goes.
+    # 2. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
     plan = _make_plan(headers, mesh, budget, num_minibatches, whole_groups)
-    headers = _take(headers, plan.header)
-    group_tokens = group_tokens[plan.header]
-
-    # 3. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
+    rank_of = headers["rank"].tolist()
     records: list[list[bytes]] = [[] for _ in range(mesh.data_size)]
-    for place in np.flatnonzero(headers.rank == mesh.rank).tolist():
-        t = trajectories[headers.number[place]]
-        sent = replace(t, versions=None, info={}, group_tokens=int(group_tokens[place]))
-        records[plan.data_rank[place]].append(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+    for bins in itertools.chain.from_iterable(plan):
+        for data_rank, places in enumerate(bins):
+            for place in places:
+                if rank_of[place] == mesh.rank:
+                    t = trajectories[headers["number"][place]]
+                    sent = replace(t, versions=None, info={}, group_tokens=int(group_tokens[place]))
+                    records[data_rank].append(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
     messages: list[bytes] = []
     for part in records:
         messages += [b"".join(part)] * mesh.num_copies
 
-    # 4. What arrives: from each rank, its trajectories in the order of the plan.
+    # 3. What arrives: from each rank, its trajectories in the order of the plan.
     streams = [io.BytesIO(message) for message in mesh.all_to_all(messages)]
-    micro_batches: list[list[Trajectory]] = [[] for _ in range(sum(plan.num_micro))]
-    for place in np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies).tolist():
-        trajectory: Trajectory = pickle.load(streams[headers.rank[place]])
-        micro_batches[plan.micro_batch[place]].append(trajectory)
-    batches = iter(micro_batches)
-    return [list(itertools.islice(batches, num_micro)) for num_micro in plan.num_micro]
+    minibatches = []
+    for micro_batches in plan:
+        minibatch = []
+        for bins in micro_batches:
+            places = bins[mesh.rank // mesh.num_copies]
+            minibatch.append([pickle.load(streams[rank_of[place]]) for place in places])
+        minibatches.append(minibatch)
+    return minibatches
 
 
 def _make_plan(
-    headers: _Headers, mesh: Mesh, budget: int, num_minibatches: int, whole_groups: bool
-) -> _Plan:
-    """Return the plan that all ranks make of the same headers."""
-    budget *= mesh.context_size
-    groups = headers.group
-    places: list[int] = []
-    numbers: list[int] = []  # Of micro-batches.
-    data_ranks: list[int] = []
-    num_micro: list[int] = []
-    for chosen in np.array_split(np.unique(groups), num_minibatches):
-        first, last = 0, 0
-        if len(chosen):
-            first, last = np.searchsorted(groups, [chosen[0], chosen[-1] + 1]).tolist()
+    headers: np.ndarray, mesh: Mesh, budget: int, num_minibatches: int, whole_groups: bool
+) -> list[list[list[list[int]]]]:
+    """Return which trajectories go where; all ranks make the same plan of the same headers.
+
+    Returns:
+        [minibatch][micro-batch][data-parallel rank] -> numbers of headers, in the order of the
+        sequences there.
+    """
+    rows = budget * mesh.context_size
+    plan = []
+    for groups in np.array_split(np.unique(headers["group"]), num_minibatches):
+        numbers = np.flatnonzero(np.isin(headers["group"], groups))
         num_members, lengths = pieces(
-            _take(headers, slice(first, last)), mesh.data_size, budget, whole_groups=whole_groups
+            headers[numbers], mesh.data_size, rows, whole_groups=whole_groups
         )
-        ends = list(itertools.accumulate(num_members, initial=first))
-        micro_batches = partition(lengths, mesh.data_size, budget)
-        for number, bins in enumerate(micro_batches, start=sum(num_micro)):
-            for data_rank, members in enumerate(bins):
-                for piece in members:
-                    places += range(ends[piece], ends[piece + 1])
-                    numbers += [number] * num_members[piece]
-                    data_ranks += [data_rank] * num_members[piece]
-        num_micro.append(len(micro_batches))
-    return _Plan(
-        header=np.array(places, np.int64),
-        micro_batch=np.array(numbers, np.int64),
-        data_rank=np.array(data_ranks, np.int64),
-        num_micro=num_micro,
-    )
+        in_order = iter(numbers.tolist())
+        members = [list(itertools.islice(in_order, num)) for num in num_members]
+        micro_batches = []
+        for bins in partition(lengths, mesh.data_size, rows):
+            micro_batches.append([sum((members[piece] for piece in b), []) for b in bins])
+        plan.append(micro_batches)
+    return plan

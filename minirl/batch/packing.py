@@ -7,10 +7,10 @@ from torch import Tensor
 
 from minirl.batch.attention_plan import RowLayout, Sequence, build, on_device
 from minirl.batch.recurrence import build_recurrence
-from minirl.batch.routes import LIVE
 from minirl.parallel import context as cp
 from minirl.types.packed import Packed, Preference, Sequences, Trajectory, prompt_length
 
+LIVE = -1  # In place of the number of an expert: the trainer's own router chooses.
 _PLAIN_LAYOUT = RowLayout()
 
 
@@ -74,22 +74,24 @@ def _column(
     positions: list[np.ndarray],
     arrays: list[np.ndarray],
     shift: int = 1,
+    fill: int = 0,
 ) -> np.ndarray:
     """Return the values of this rank's rows, end to end.
 
     Args:
         sequences: sequences of the micro-batch.
         positions: for each sequence, the positions of its rows on this rank.
-        arrays: for each sequence, values of its trajectory's tokens, [L].
+        arrays: for each sequence, values of its trajectory's first tokens, [R, ...].
         shift: 0: take the value of the row's input token; 1: of its target.
+        fill: the value of rows that only fill, and of tokens without one.
 
     Returns:
-        [T], 0 in rows that only fill.
+        [T, ...].
     """
     columns = []
     for q, places, values in zip(sequences, positions, arrays, strict=True):
-        column = values.take(places + shift, mode="clip")
-        column[places >= q.stop] = 0
+        column = values.take(places + shift, axis=0, mode="clip")
+        column[places >= min(q.stop, len(values) - shift)] = fill
         columns.append(column)
     return np.concatenate(columns)
 
@@ -146,8 +148,13 @@ def pack(
     )
     if layout.convolution:
         batch.recurrence = build_recurrence(sequences, layout, device)
-    if any(t.routes is not None for t in owners):
-        batch.routes = on_device(_routes(sequences, positions), device, torch.int16)
+    routed = [t.routes for t in owners if t.routes is not None]
+    if routed:
+        # Shared rows get those of one sibling: the engine computed the same prompt for all.
+        unknown = np.full((1, *routed[0].shape[1:]), LIVE)
+        routes = [unknown if t.routes is None else t.routes.astype(np.int16) for t in owners]
+        column = _column(sequences, positions, routes, shift=0, fill=LIVE)
+        batch.routes = on_device(column, device, torch.int16)
     turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     if len(turn_rewards) == len(owners):
         rewards = _column(sequences, positions, turn_rewards)
@@ -160,27 +167,6 @@ def pack(
         units = np.array(answers, np.int64).reshape(-1, 2 if pairs else 1)
         batch.preference = Preference(answers=on_device(units, device))
     return batch
-
-
-def _routes(sequences: list[Sequence], positions: list[np.ndarray]) -> np.ndarray:
-    """Return the routes of this rank's rows, LIVE where there is no route; int16 [T, M, k].
-
-    Shared rows get those of one sibling: for all siblings the engine computed the same prompt.
-
-    Args:
-        sequences: sequences of the micro-batch, at least one of them with routes.
-        positions: for each sequence, the positions of its rows on this rank.
-    """
-    routes = [q.trajectory.routes for q in sequences]
-    shape = next(r.shape[1:] for r in routes if r is not None)
-    columns = []
-    for q, known, places in zip(sequences, routes, positions, strict=True):
-        column = np.full((len(places), *shape), LIVE, np.int16)
-        if known is not None:
-            has_route = places < min(q.stop, len(known))
-            column[has_route] = known[places[has_route]]
-        columns.append(column)
-    return np.concatenate(columns)
 
 
 def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:

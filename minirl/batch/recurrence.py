@@ -1,7 +1,5 @@
 """Where layers with a state begin in a packed micro-batch, as row numbers that they take."""
 
-import functools
-
 import numpy as np
 import torch
 
@@ -91,39 +89,39 @@ def span_of(
         continued: `Span.continued`.
         device: device of the row numbers.
     """
+
+    def cut() -> Chunks:
+        """Return `Span.chunks`."""
+        starts = np.cumsum(lengths) - lengths
+        num_rows = int(lengths.sum())
+        num_chunks = np.maximum(1, -(-lengths // CHUNK))
+        order = np.argsort(-num_chunks, kind="stable")
+        ranks = np.argsort(order)
+        counts: list[int] = []
+        rows = []
+        places = np.empty(num_rows, np.int64)
+        for step in range(num_chunks.max()):
+            members = order[num_chunks[order] > step]
+            within = step * CHUNK + np.arange(CHUNK)
+            here = starts[members, None] + within
+            filled = within < lengths[members, None]
+            first_place = sum(counts) * CHUNK
+            places[here[filled]] = first_place + np.flatnonzero(filled)
+            rows.append(np.where(filled, here, num_rows))
+            counts.append(len(members))
+        return Chunks(
+            rows=on_device(np.concatenate(rows), device),
+            counts=tuple(counts),
+            order=on_device(order, device),
+            ranks=on_device(ranks, device),
+            places=on_device(places, device),
+        )
+
     cu_rows = np.cumsum(np.concatenate([[0], lengths]))
     return Span(
         start=start,
         stop=start + int(cu_rows[-1]),
         cu_rows=on_device(cu_rows, device),
         continued=None if continued is None else on_device(continued, device),
-        cut=functools.partial(_cut, lengths, device),
-    )
-
-
-def _cut(lengths: np.ndarray, device: torch.device) -> Chunks:
-    """Return `Span.chunks`."""
-    starts = np.cumsum(lengths) - lengths
-    num_rows = int(lengths.sum())
-    num_chunks = np.maximum(1, -(-lengths // CHUNK))
-    order = np.argsort(-num_chunks, kind="stable")
-    ranks = np.argsort(order)
-    counts: list[int] = []
-    rows = []
-    places = np.empty(num_rows, np.int64)
-    for step in range(num_chunks.max()):
-        members = order[num_chunks[order] > step]
-        within = step * CHUNK + np.arange(CHUNK)
-        here = starts[members, None] + within
-        filled = within < lengths[members, None]
-        first_place = sum(counts) * CHUNK
-        places[here[filled]] = first_place + np.flatnonzero(filled)
-        rows.append(np.where(filled, here, num_rows))
-        counts.append(len(members))
-    return Chunks(
-        rows=on_device(np.concatenate(rows), device),
-        counts=tuple(counts),
-        order=on_device(order, device),
-        ranks=on_device(ranks, device),
-        places=on_device(places, device),
+        cut=cut,
     )

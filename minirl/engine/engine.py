@@ -82,7 +82,7 @@ class EngineOutput(NamedTuple):
     finish_reason: str | None
     # For each token: whether a guide's mask took probability from others. Empty: there is no guide.
     guided: list[bool]
-    # Routes of the request's tokens, those of the prompt first (batch/routes.py), if recorded.
+    # Routes of the request's tokens, those of the prompt first (types/packed.py), if recorded.
     routes: np.ndarray | None
     # For each token: the likeliest ones in its place with their log-probs, as many as asked for.
     top: Sequence[list[tuple[int, float]]] = ()

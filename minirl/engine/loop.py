@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from minirl.base.oversight import Oversight
-from minirl.batch.routes import extended
 from minirl.data.vision import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
@@ -39,7 +38,7 @@ class Completion:
     # For each token: whether a mask of guided decoding took probability from others, which puts it
     # outside the loss. Empty: nothing was guided.
     guided: list[bool] = field(default_factory=list)
-    # Routes of prompt and completion together (batch/routes.py). None: not recorded.
+    # Routes of prompt and completion together (types/packed.py). None: not recorded.
     routes: np.ndarray | None = None
     # For each token: the likeliest tokens in its place with their log-probs, if asked for.
     top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -66,6 +65,19 @@ class Request:
     on_restart: Callable[[], None] | None = None  # Called when it begins again.
     top_logprobs: int = 0  # How many of the likeliest tokens to report in the place of each.
     done: Completion = field(default_factory=Completion)  # What has been sampled so far.
+
+
+def extended(routes: np.ndarray | None, longer: np.ndarray) -> np.ndarray:
+    """Return the routes of a sequence with those of tokens that had none.
+
+    A token keeps its first route, which the log-prob of the next token was computed by: a later
+    request computes the sequence again, maybe with other weights.
+
+    Args:
+        routes: routes of the beginning of a sequence; None: there are none.
+        longer: routes of a later request, from the first token of the sequence on.
+    """
+    return longer if routes is None else np.concatenate([routes, longer[len(routes) :]])
 
 
 # A request and the future on which its caller waits. The future is cancelled with the caller.

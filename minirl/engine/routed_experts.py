@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from minirl.base.errors import require
-from minirl.batch.routes import narrow
+
+
+def narrow(experts: np.ndarray, num_experts: int) -> np.ndarray:
+    """Return numbers of experts in the smallest dtype that holds those of all `num_experts`."""
+    return experts.astype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 class Routers:

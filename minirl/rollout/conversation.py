@@ -20,10 +20,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
-from minirl.batch.routes import extended
 from minirl.data import chat, harmony
 from minirl.data.vision import Vision
-from minirl.engine.loop import Completion
+from minirl.engine.loop import Completion, extended
 from minirl.types.packed import ImageSpan, Trajectory
 
 # Dtypes of a trajectory's arrays.
@@ -62,7 +61,7 @@ class Segment:
     images: list[ImageSpan] = field(default_factory=list)
     # For an agent's chat: the messages, from the first sampled one on.
     messages: list[dict] = field(default_factory=list)
-    routes: np.ndarray | None = None  # Routes of the first tokens (batch/routes.py).
+    routes: np.ndarray | None = None  # Of the first tokens.
 
     def append_prompt(self, prompt: Prompt) -> None:
         """Append tokens that the policy reads."""

@@ -19,6 +19,7 @@
 browser.
 """
 
+import base64
 import json
 import math
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ import numpy as np
 from minirl.base.errors import UserError, require
 from minirl.base.files import write_whole
 from minirl.base.reading import parse_json, read_text
-from minirl.batch import routes
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
 from minirl.rollout.conversation import to_arrays
@@ -68,6 +68,10 @@ def drop_steps(folder: Path, first: int) -> None:
 
 def to_record(t: Trajectory) -> dict:
     """Return a trajectory as an object for JSON, with arrays, which have a `tolist`."""
+    routes = None
+    if t.routes is not None:  # As lists of numbers they would be ten times as long.
+        data = base64.b64encode(np.ascontiguousarray(t.routes).tobytes()).decode()
+        routes = {"dtype": t.routes.dtype.name, "shape": list(t.routes.shape), "data": data}
     return {
         "group": t.group,
         "episode": t.episode,
@@ -81,7 +85,7 @@ def to_record(t: Trajectory) -> dict:
         "logprobs": t.logprobs,
         "rewards": t.turn_rewards,
         "versions": t.versions,
-        "routes": routes.to_json(t.routes),
+        "routes": routes,
     }
 
 
@@ -92,6 +96,12 @@ def from_record(record: dict) -> Trajectory:
     length = len(arrays["tokens"])
     if any(shape != [length] for shape in shapes.values()):
         raise ValueError(f"its lists differ in length: {shapes}")
+    routes: np.ndarray | None = None
+    if saved := record.get("routes"):  # Older files have none.
+        if saved["dtype"] not in ("uint8", "int16") or len(saved["shape"]) != 3:
+            raise ValueError(f"routes are {saved['dtype']} of shape {saved['shape']}")
+        data = bytearray(base64.b64decode(saved["data"], validate=True))
+        routes = np.frombuffer(data, saved["dtype"]).reshape(saved["shape"])
     numbers = [record["reward"], *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
     if not all(map(math.isfinite, numbers)):
         raise ValueError("it has a number that is not finite")
@@ -102,7 +112,7 @@ def from_record(record: dict) -> Trajectory:
         version=record["version"],
         reward=record["reward"],
         images=[ImageSpan(*image) for image in record["images"]],
-        routes=routes.from_json(record.get("routes")),  # Older files have no routes.
+        routes=routes,
         info=record["info"],
         **arrays,
     )

@@ -66,8 +66,9 @@ class Trajectory:
     # float32 [L]: the part of `reward` that was given for single turns, at their last tokens. The
     # rest belongs to the last token. None: no reward was given for single turns.
     turn_rewards: np.ndarray | None = None
-    # uint8 or int16 [R, M, k], R <= L: the experts to which the engine sent each of the first R
-    # tokens in each mixture of the model, as batch/routes.py says. None: nobody asked for them.
+    # uint8 or int16 [R, M, k], R < L: the k experts to which the engine's routers sent each of the
+    # first R tokens in each of the M mixtures of the model, in the order of layers (R3, arXiv
+    # 2510.11370). The last token has no route, for the engine never reads it. None: not asked for.
     routes: np.ndarray | None = None
     images: list[ImageSpan] = field(default_factory=list)  # Images in the sequence, in order.
     # Number of sampled tokens in all trajectories of the group, on all ranks. `exchange` sets it.
