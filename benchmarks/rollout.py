@@ -52,6 +52,7 @@ from minirl.data.prompts import Prompts
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Env, Result, SingleTurn, State
+from minirl.envs.registry import EnvMaker
 from minirl.model import scratch
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.rewards.functions import Rewards
@@ -227,7 +228,9 @@ class Bench:
         self.num_samplers += 1  # their counters on the store must not meet
         prompts = Prompts(rows, self.tokenizer, cfg.data, seed=0, shuffle=False)
         rewards = Rewards((1.0, count_characters, "length"))
-        sampler = Sampler(self.engine, make_env, rewards, prompts, cfg, open_endpoint)
+        sampler = Sampler(
+            self.engine, EnvMaker(make_env, make_env()), rewards, prompts, cfg, open_endpoint
+        )
         store = dist.PrefixStore(f"sampler-{self.num_samplers}", self.mesh.store)
         sampler.mesh = replace(self.mesh, store=store)
         sampling = Sampling(max_tokens=first, stop_token_ids=())

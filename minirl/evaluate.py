@@ -35,7 +35,6 @@ from minirl.parallel.mesh import Mesh
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.sampler import Sampler
-from minirl.rollout.time_limits import limited_imports, limited_template, make_in_time
 from minirl.run.evaluation import eval_sampling, evaluate
 from minirl.run.inputs import (
     MAY_BE_LONG,
@@ -43,6 +42,7 @@ from minirl.run.inputs import (
     PromptChecks,
     choose_dtype,
     find_other_model,
+    limited,
 )
 from minirl.train.policy import Policy
 from minirl.train.reward_model import RewardModel
@@ -55,13 +55,14 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     validate_sampling(cfg)
     with errors_of_machines(mesh):
         folder, config, tokenizer, vision = find_model(cfg, mesh)
-        with limited_imports(cfg, mesh.watch):
+        code = f"one of env.name = {cfg.env.name}, reward.function = {cfg.reward.function}"
+        with limited(cfg, mesh.watch, f"to import {code}, or to make an environment,"):
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(
             cfg.reward.model, config, ParallelConfig(), "reward.model", scores=True
         )
-        example = make_in_time(env_maker, cfg.env, mesh.watch)
+        example = env_maker.example
         if example.graded:
             rewards.check_supported()
     checks = PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
@@ -150,7 +151,7 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
         cfg.engine.max_model_len + cfg.eval_extra_tokens,
     )
     open_weights(folder)  # damaged files are refused before the engine meets them
-    with limited_template(cfg, f"model = {cfg.model}", mesh.watch):
+    with limited(cfg, mesh.watch, f"model = {cfg.model}: to render a first chat by its template"):
         tokenizer = load_tokenizer(folder, cfg.data)
     vocab_size = config.get_text_config().vocab_size
     check_tokens(tokenizer, folder, vocab_size, f"model = {folder}")

@@ -35,7 +35,6 @@ from minirl.plan.workload import rl_workload
 from minirl.refit.refit import Refit
 from minirl.rollout import records
 from minirl.rollout.sampler import Sampler
-from minirl.rollout.time_limits import make_in_time
 from minirl.run.dump import Dump
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, evaluate
 from minirl.run.inputs import Inputs
@@ -198,9 +197,8 @@ class Trainer(BaseTrainer):
         trajectories = rollout.trajectories
 
         # 2. Some episodes may have failed, but not all.
-        for trouble in rollout.troubles():
-            self.run.log.say(f"step {step}: {trouble}")
-        rollout.require_tokens()
+        if rollout.trouble:
+            self.run.log.say(f"step {step}: {rollout.trouble}")
 
         # 3. Add the scores of a reward model; other rewards were computed during generation.
         if self.reward_model:
@@ -505,7 +503,7 @@ class Generation:
             vision=inputs.prompts.vision,
             num_answers=cfg.rollout.samples_per_prompt
             * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
-            guides=isinstance(make_in_time(inputs.make_env, cfg.env, policy.mesh.watch), Agent),
+            guides=isinstance(inputs.make_env.example, Agent),
             routes=cfg.algo.router_replay,
             timer=policy.timer,
         )

@@ -56,7 +56,11 @@ def tables(trajectories: list[Trajectory], places: list[tuple[int, int]], mismat
         entropy = np.where(t.sampled, 0.5, 0.0)
         values.append(np.stack([advantage, t.logprobs - 0.01, entropy], axis=1).astype(np.float32))
         start += len(t.tokens)
-    return index.make_sampled(sampled), np.array(trained, index.TRAINED), np.concatenate(values)
+    return (
+        np.array(sampled, index.SAMPLED),
+        np.array(trained, index.TRAINED),
+        np.concatenate(values),
+    )
 
 
 def write_step(folder: Path, step: int, trajectories: list[Trajectory], mismatch: float = 0.01):

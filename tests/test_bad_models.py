@@ -26,6 +26,7 @@ from minirl.dpo import DPOTrainer
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
 from minirl.envs.base import Env, Result
+from minirl.envs.registry import make_env
 from minirl.model import build, loading
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import check_can_write
@@ -73,6 +74,7 @@ def remove(file: str):
 
 
 # name -> what is done to a good folder, and what the message must say
+SINGLE_TURN = make_env("single_turn")
 FOLDERS = {
     "heads 0": (config(num_attention_heads=0), "num_attention_heads = 0"),
     "kv heads 0": (config(num_key_value_heads=0), "num_key_value_heads = 0"),
@@ -461,7 +463,7 @@ def test_the_last_turn_is_kept_for_people():
     """It is what they are shown: the whole begins with what the policy read."""
     runner = make_runner(name="mine.py:Scripted")
     e = played(Scripted("what the policy read", DONE), runner)
-    (t,) = runner.finish(e)
+    (t,) = runner.finish([e], [runner.score(e)])
     assert t.info["last_turn"] == e.answer and "policy read" in t.info["completion"]
     entry = {"prompt": "", "answer": t.info["completion"], "last_turn": "4", "reward": 0.0}
     assert results.describe([entry]) == "  [0.00]  -> 4"
@@ -470,7 +472,7 @@ def test_the_last_turn_is_kept_for_people():
 
 def make_runner(**env: object) -> EpisodeRunner:
     cfg = EvaluateConfig(env=EnvConfig(max_turns=4, max_tokens=40, **env), data=DataConfig())
-    return EpisodeRunner(Answers(), None, cfg)  # type: ignore[arg-type]
+    return EpisodeRunner(Answers(), None, cfg, SINGLE_TURN)  # type: ignore[arg-type]
 
 
 def played(env: Env, runner: EpisodeRunner | None = None) -> Episode:
@@ -488,16 +490,12 @@ def played(env: Env, runner: EpisodeRunner | None = None) -> Episode:
 
 
 @pytest.mark.parametrize(
-    ("failures", "refusals", "why"),
-    [
-        ([], [], "sampled no token in any"),
-        (["reset raised OSError"], [], "OSError"),
-        ([], ["input of this kind", "tools of this kind"], "tools of this kind"),
-    ],
+    ("troubles", "why"),
+    [([], "sampled no token in any"), (["reset raised OSError", "reset"], "OSError")],
 )
-def test_an_evaluation_without_answers_says_why(failures, refusals, why):
-    runner = EpisodeRunner(None, None, EvaluateConfig())  # type: ignore[arg-type]
-    runner.failures, runner.refusals = failures, refusals
+def test_an_evaluation_without_answers_says_why(troubles, why):
+    runner = EpisodeRunner(None, None, EvaluateConfig(), SINGLE_TURN)  # type: ignore[arg-type]
+    runner.troubles = troubles
     sampler = SimpleNamespace(mesh=ALONE, runner=runner, collect=lambda *arguments: [])
     prompts = SimpleNamespace(rows=[1, 2, 3])
     with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):

@@ -25,8 +25,9 @@ from minirl.data.tokenizer import load_tokenizer
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
 from minirl.envs.base import Env, Raw, Result
+from minirl.envs.registry import EnvMaker
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout import records, show
+from minirl.rollout import records
 from minirl.rollout.conversation import Conversation, Segment
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
 
@@ -328,7 +329,7 @@ class Play(Env):
                 env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"),
                 data=DataConfig(system_prompt=self.system),
             ),
-            make_env=lambda: self,
+            EnvMaker(lambda: self, self),
         )
         sampling = Sampling(max_tokens=10**6, stop_token_ids=())
         self.e = Episode(
@@ -339,8 +340,11 @@ class Play(Env):
             sampling=sampling,
         )
         asyncio.run(runner.run(self.e))
-        self.segments, self.trajectories = self.e.conversation.segments, runner.finish(self.e)
-        self.since_prompt = runner._messages_since_prompt(self.e)
+        self.segments, self.trajectories = (
+            self.e.conversation.segments,
+            runner.finish([self.e], [runner.score(self.e)]),
+        )
+        self.since_prompt = self.e.messages_since_prompt()
 
     def reset(self, row):
         return row["prompt"]
@@ -743,7 +747,7 @@ def test_an_episode_without_tokens_is_a_trajectory_that_is_dumped_and_read():
     line = json.dumps(records.to_record(t), default=np.ndarray.tolist)
     again = records.from_record(json.loads(line))
     assert (again.group, again.episode, again.reward, len(again.tokens)) == (3, 1, -2.0, 0)
-    assert "0 of 0 tokens sampled" in show.describe(again)
+    assert "0 of 0 tokens sampled" in records.describe(again)
 
 
 def test_reward_functions_get_the_turns_since_the_prompt():

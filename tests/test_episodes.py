@@ -25,6 +25,7 @@ from minirl.data.vision import read_vision, sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent, Env, Raw, Result
+from minirl.envs.registry import EnvMaker
 from minirl.refit.refit import Refit
 from minirl.rewards.functions import Rewards
 from minirl.rollout.pacing import spread
@@ -348,7 +349,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
     }[cfg.env.name]
     sampler = Sampler(
         eng,
-        make,
+        EnvMaker(make, make()),
         Rewards((0.01, lambda prompt, completion, row: len(completion), "length")),
         prompts,
         cfg,

@@ -554,7 +554,7 @@ CASES = {
         1,
         env("BlocksLater"),
         2,
-        ["its constructor takes longer than env.timeout_seconds = 1"],
+        ["its constructor took longer than env.timeout_seconds = 1"],
     ),
     "a constructor raises": (
         1,

@@ -117,9 +117,8 @@ BROAD = {
     "sandbox/inside/trial.py:_do_pass": "tests that end by any error have failed",
     "sandbox/inside/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0",
     "envs/registry.py:make_env": "the constructor of a user's environment may raise anything",
-    "rollout/time_limits.py:make_in_time": "and may do so later",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
-    "rollout/episode.py:_within_limit": "and a user's environment, of which only one episode ends",
+    "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "endpoint/reward_server.py:_score_batch": "a forward may raise anything, and every request "
     "of its batch gets an answer of its own",
     "engine/loop.py:work": "whatever it is, it is raised again where the thread was asked for",

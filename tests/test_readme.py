@@ -66,7 +66,7 @@ PROGRAMS = {
     "minirl.checkpoint": ExportConfig,
     "minirl.checkpoint merge": MergeConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans
-    "minirl.rollout.show": None,  # no flags
+    "minirl.rollout.records": None,  # no flags
     "minirl.view": None,  # flags of its own
     "minirl.walk": None,  # flags of its own
 }

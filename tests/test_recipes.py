@@ -30,9 +30,10 @@ from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.data.sources import open_source
 from minirl.engine.loop import EngineLoop
+from minirl.envs.registry import make_env
 from minirl.plan import __main__ as planner
 from minirl.plan.plan import GIB
-from minirl.rollout import pacing, records, show
+from minirl.rollout import pacing, records
 from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.pacing import Goal, pull
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
@@ -572,7 +573,7 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.runner = EpisodeRunner(None, None, RLConfig())  # type: ignore[arg-type]
+        self.runner = EpisodeRunner(None, None, RLConfig(), make_env("single_turn"))  # type: ignore[arg-type]
         self.training = GroupScheduler(self.runner)
         self.begun, self.waiting, self.prompts = {}, [], None
         self.watch = Oversight()  # Of the mesh, which hears no signal.
@@ -722,7 +723,7 @@ def test_dumped_episodes_are_shown(runs, capsys):
     assert len(everything) == 60 and any(
         len(set(t.versions.tolist())) > 2 for t in everything
     )  # -1, and two steps' weights
-    assert show.main([str(file)]) == 0
+    assert records.show(file) == 0
     text = capsys.readouterr().out
     assert (
         text.count("── group") == len(found)
@@ -730,7 +731,7 @@ def test_dumped_episodes_are_shown(runs, capsys):
         and "<|user|>go on<|end|>" in text
         and "turns" in text
     )
-    assert show.main([]) == show.main([str(file), "x"]) == show.main([str(runs / "reward.py")]) == 2
+    assert records.show(runs / "none") == records.show(runs / "reward.py") == 2
     assert "is not a trajectory" in capsys.readouterr().err
     with pytest.raises(
         UserError, match=r"rollout.replay = .* has no step-7-rank-\*.jsonl; lower num_steps"

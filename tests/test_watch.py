@@ -16,7 +16,7 @@ from minirl.base.errors import UserError
 from minirl.config import named
 from minirl.config.named import check_installed
 from minirl.config.shared import LogConfig
-from minirl.rollout import records, show
+from minirl.rollout import records
 from minirl.run import log, results
 from minirl.run.trackers import open_trackers
 from minirl.supervise import watch
@@ -151,7 +151,7 @@ def test_control_characters_are_escaped_on_a_terminal(tmp_path, capsys, monkeypa
     t = trajectory(0)
     t.info = {"error": "", "prompt": HOSTILE, "completion": HOSTILE}
     records.write_step([t], tmp_path, 0, SimpleNamespace(rank=0, world_size=1))
-    assert show.main([str(tmp_path / "step-0-rank-0.jsonl")]) == 0
+    assert records.show(tmp_path / "step-0-rank-0.jsonl") == 0
     out = capsys.readouterr().out
     assert out.count(HARMLESS) == 2 and "\x1b" not in out
 

@@ -39,10 +39,10 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file, or replace it, so that it is there as a whole or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, or replace it, so that it is there as a whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
-    write_synced(partial, text.encode())
+    write_synced(partial, content.encode() if isinstance(content, str) else content)
     partial.replace(path)
     sync_folder(path.parent)
 

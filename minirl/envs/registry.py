@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
 
@@ -22,10 +23,20 @@ ENVS = {
 }
 
 
-def make_env(name: str) -> Callable[[], Env]:
-    """Return a function that makes the environment of an episode.
+@dataclass(frozen=True)
+class EnvMaker:
+    """Makes the environment of an episode."""
 
-    One environment is made here, to see that it can be.
+    make: Callable[[], Env]
+    example: Env  # It was made to see that one can be, and is closed.
+
+    def __call__(self) -> Env:
+        """Make an environment."""
+        return self.make()
+
+
+def make_env(name: str) -> EnvMaker:
+    """Return what makes the environment of an episode.
 
     Args:
         name: `NAME` or `NAME:argument` of a shipped one, or `file.py:Class`, followed by further
@@ -60,4 +71,4 @@ def make_env(name: str) -> Callable[[], Env]:
     close: Callable = env.close  # an environment may make it an ordinary function
     if not inspect.iscoroutinefunction(close):
         close()
-    return make
+    return EnvMaker(make, env)

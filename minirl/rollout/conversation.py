@@ -25,15 +25,6 @@ from minirl.data.vision import Vision
 from minirl.engine.loop import Completion, extended
 from minirl.types.packed import ImageSpan, Trajectory
 
-# Dtypes of a trajectory's arrays.
-_DTYPES = {
-    "tokens": np.int32,
-    "sampled": np.bool_,
-    "logprobs": np.float32,
-    "turn_rewards": np.float32,
-    "versions": np.int32,
-}
-
 
 class Prompt(NamedTuple):
     """A prompt as the engine reads it."""
@@ -65,24 +56,34 @@ class Segment:
 
     def append_prompt(self, prompt: Prompt) -> None:
         """Append tokens that the policy reads."""
-        self.images += prompt.images
         num = len(prompt.tokens)
-        completion = Completion(
-            prompt.tokens, [0.0] * num, versions=[-1] * num, guided=[True] * num
-        )
-        self._append(completion, prompt.text)
+        self.images += prompt.images
+        self.text += prompt.text
+        self.tokens += prompt.tokens
+        self.sampled += [False] * num
+        self.logprobs += [0.0] * num
+        self.versions += [-1] * num
+        self.turn_rewards += [0.0] * num
 
     def append_completion(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Append tokens that the policy sampled.
+        """Append tokens that the policy sampled. Those of a grammar count as if it had read them.
 
         Returns:
             Their text with special tokens, without the token that ends the completion. An end token
             that is also text, as `</code>`, is part of the content and stays.
         """
         text = decode_after(tokenizer, self.tokens, completion.tokens)
+        self.text += text
         self.answer_begin = len(self.tokens)
-        self._append(completion, text)
+        self.tokens += completion.tokens
         self.answer_end = len(self.tokens)
+        guided = completion.guided or [False] * len(completion.tokens)
+        drawn = zip(completion.logprobs, completion.versions, guided, strict=True)
+        for logprob, version, is_guided in drawn:
+            self.sampled.append(not is_guided)
+            self.logprobs.append(0.0 if is_guided else logprob)
+            self.versions.append(-1 if is_guided else version)
+            self.turn_rewards.append(0.0)
         if completion.routes is not None:  # some may belong to tokens after a stop string
             self.routes = extended(self.routes, completion.routes[: len(self.tokens)])
         self.num_guided += sum(completion.guided)
@@ -91,19 +92,6 @@ class Segment:
         if completion.stopped and not decode(tokenizer, last, skip_special_tokens=True):
             return text.removesuffix(decode(tokenizer, last))
         return text
-
-    def _append(self, completion: Completion, text: str) -> None:
-        """Append tokens; tokens of a grammar count as not sampled."""
-        num = len(completion.tokens)
-        guided = completion.guided or [False] * num
-        self.text += text
-        self.tokens += completion.tokens
-        self.sampled += [not each for each in guided]
-        logprobs = zip(completion.logprobs, guided, strict=True)
-        self.logprobs += [0.0 if is_guided else logprob for logprob, is_guided in logprobs]
-        versions = zip(completion.versions, guided, strict=True)
-        self.versions += [-1 if is_guided else version for version, is_guided in versions]
-        self.turn_rewards += [0.0] * num
 
     def begins(self, prompt: str | list[int], urls: Sequence[str]) -> bool:
         """Return whether a prompt (a text with images, or tokens) begins with this segment."""
@@ -165,11 +153,6 @@ def decode_after(
     if text.startswith(context):
         return text[len(context) :]
     return decode(tokenizer, tokens, **options)
-
-
-def to_arrays(lists: dict[str, Any], end: int | None = None) -> dict[str, Any]:
-    """Return the arrays of a trajectory, made of the first `end` values of the lists."""
-    return {name: np.array(lists[name][:end], dtype) for name, dtype in _DTYPES.items()}
 
 
 class Conversation:
@@ -333,21 +316,18 @@ class Conversation:
             info: what logs and dumps show of it.
             version: optimizer steps of the weights, for an episode without sampled tokens.
         """
-        trajectories: list[Trajectory] = []
-        for segment in self.segments:
+        trajectories = []
+        for segment in [s for s in self.segments if s.end()] or [Segment()]:
             end = segment.end()
-            if not end:
-                continue
-            lists = {
-                "tokens": segment.tokens,
-                "sampled": segment.sampled,
-                "logprobs": segment.logprobs,
-                "turn_rewards": segment.turn_rewards,
-                "versions": segment.versions,
-            }
+            drawn_by = [version for version in segment.versions if version >= 0]
             trajectories.append(
                 Trajectory(
-                    **to_arrays(lists, end),
+                    tokens=np.array(segment.tokens[:end], np.int32),
+                    sampled=np.array(segment.sampled[:end], np.bool_),
+                    logprobs=np.array(segment.logprobs[:end], np.float32),
+                    turn_rewards=np.array(segment.turn_rewards[:end], np.float32),
+                    versions=np.array(segment.versions[:end], np.int32),
+                    version=min(drawn_by, default=version),
                     routes=None if segment.routes is None else segment.routes[:end],
                     images=[image for image in segment.images if image.start < end],
                     info=info,
@@ -355,19 +335,6 @@ class Conversation:
                     group=group,
                     episode=episode,
                     segment=len(trajectories),
-                    version=min(version for version in segment.versions if version >= 0),
-                )
-            )
-        if not trajectories:
-            nothing = to_arrays(dict.fromkeys(_DTYPES, ()))
-            trajectories.append(
-                Trajectory(
-                    **nothing,
-                    info=info,
-                    reward=reward,
-                    group=group,
-                    episode=episode,
-                    version=version,
                 )
             )
         return trajectories

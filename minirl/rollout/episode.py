@@ -1,12 +1,13 @@
 """An episode: the environment and the policy take turns until one of them or a budget ends it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import json
 import math
 import numbers
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
+from minirl.envs.registry import EnvMaker
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
@@ -59,7 +61,6 @@ class Episode:
     info: dict[str, float] = field(default_factory=dict)
     endpoint: dict[str, float] = field(default_factory=dict)  # What the endpoint says of an agent.
     refusal: str = ""  # Why the endpoint refused an agent's last request, if it did.
-    has_ended: bool = False  # Its rewards may still be computed.
 
     def num_sampled(self) -> int:
         """Return the number of tokens sampled so far; 0 if the episode was dropped."""
@@ -68,6 +69,15 @@ class Episode:
         unfinished = len(self.request.done.tokens) if self.request else 0
         return self.conversation.num_sampled() + unfinished
 
+    def messages_since_prompt(self) -> list[dict]:
+        """Return the messages after the prompt, if the episode is a chat."""
+        if isinstance(self.env, Agent):
+            segments = self.conversation.segments
+            return segments[-1].messages if segments else []
+        since = self.messages[self.num_prompt_messages :]
+        # The answer without special tokens.
+        return [*since[:-1], {**since[-1], "content": self.answer}] if since else []
+
 
 class EpisodeRunner:
     """Runs the episodes of a rank.
@@ -75,8 +85,7 @@ class EpisodeRunner:
     Attributes:
         threads: bounds the threads that call environments that are not asynchronous.
         pool: threads that score episodes that have ended.
-        failures: why episodes failed.
-        refusals: the last refusal of each episode that the endpoint refused a request.
+        troubles: of each episode that failed, or that the endpoint refused a request, why.
     """
 
     def __init__(
@@ -84,10 +93,8 @@ class EpisodeRunner:
         engine_loop: EngineLoop,
         rewards: Rewards,
         cfg: RLConfig | EvaluateConfig,
+        make_env: EnvMaker,
         endpoint: Any = None,
-        make_env: Callable[[], Env] = Env,
-        *,
-        makes_in_thread: bool = False,
     ):
         """Make the runner.
 
@@ -95,9 +102,8 @@ class EpisodeRunner:
             engine_loop: samples completions.
             rewards: score episodes that have ended.
             cfg: the program's config. Seed, ticket, number and turn give the seed of each sample.
-            endpoint: the endpoint (minirl/endpoint) that agents ask.
             make_env: makes the environment of an episode.
-            makes_in_thread: call `make_env` in a thread, because it may block.
+            endpoint: the endpoint (minirl/endpoint) that agents ask.
         """
         self.engine_loop = engine_loop
         self.rewards = rewards
@@ -105,23 +111,19 @@ class EpisodeRunner:
         self.system_prompt = cfg.data.system_prompt
         self.seed = cfg.seed
         self.endpoint = endpoint
-        self.makes_agents = endpoint is not None
 
         async def make_here() -> Env:
             return make_env()
 
-        self.make_env = make_env if makes_in_thread else make_here
+        example = make_env.example
+        self.makes_agents = isinstance(example, Agent)
+        first_call = example.run if isinstance(example, Agent) else example.reset
+        # What is asynchronous may belong to the thread that made it. Else to make it may block.
+        is_async = inspect.iscoroutinefunction(first_call)
+        self.make_env: Callable = make_here if is_async else make_env
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
-        self.failures: list[str] = []
-        self.refusals: list[str] = []
-
-    def take_troubles(self) -> tuple[list[str], list[str]]:
-        """Return why episodes failed and what the endpoint refused, and forget both."""
-        troubles = (list(self.failures), list(self.refusals))
-        self.failures.clear()
-        self.refusals.clear()
-        return troubles
+        self.troubles: list[str] = []
 
     async def run(self, e: Episode) -> None:
         """Run an episode to its end.
@@ -149,7 +151,6 @@ class EpisodeRunner:
             e.error = str(failure)
             if e.refusal:
                 e.error += f"; the endpoint refused its last request: {e.refusal}"
-            self.failures.append(e.error)
             e.is_dropped = self.cfg.on_error == "drop"
             if self.cfg.on_error == "raise":
                 raise UserError(
@@ -157,6 +158,8 @@ class EpisodeRunner:
                     f"{str(e.row)[:200]}; fix it, or set env.on_error reward or drop"
                 ) from failure
             self._apply_result(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
+        if e.error or e.refusal:
+            self.troubles.append(e.error or f"the endpoint refused a request: {e.refusal}")
 
     def score(self, e: Episode) -> Answer | None:
         """Score the last answer of an episode by functions that do not compare its group.
@@ -172,31 +175,22 @@ class EpisodeRunner:
         if e.is_dropped or e.error or not e.env.graded:
             return None
         tokens = e.conversation.last_completion()
-        call = RewardCall(tokens=tokens, messages=self._messages_since_prompt(e))
+        call = RewardCall(tokens=tokens, messages=e.messages_since_prompt())
         answer = Answer(row=e.row, completion=e.answer, call=call)
         self.rewards.score_alone(answer)
         return answer
 
-    def finish(self, e: Episode) -> list[Trajectory]:
-        """Score an episode alone, and return its trajectories. Called in a thread.
-
-        Raises:
-            UserError: a reward function failed.
-        """
-        [trajectories] = self.finish_together([e], [self.score(e)])
-        return trajectories
-
-    def finish_together(
+    def finish(
         self, episodes: Sequence[Episode], answers: Sequence[Answer | None]
-    ) -> list[list[Trajectory]]:
+    ) -> list[Trajectory]:
         """Let functions compare the answers of a group. Called in a thread.
 
         Args:
-            episodes: episodes of a group that have ended.
+            episodes: the episodes of a group, which have ended.
             answers: what `score` returned for each of them.
 
         Returns:
-            The trajectories of each episode.
+            Their trajectories, episode by episode.
 
         Raises:
             UserError: a reward function failed.
@@ -204,16 +198,10 @@ class EpisodeRunner:
         scored = [answer for answer in answers if answer]
         if scored:
             self.rewards.score_together(scored)
-        return [self._trajectories(e, answer) for e, answer in zip(episodes, answers, strict=True)]
-
-    def _messages_since_prompt(self, e: Episode) -> list[dict]:
-        """Return the messages after the prompt, if the episode is a chat."""
-        if isinstance(e.env, Agent):
-            return e.conversation.segments[-1].messages if e.conversation.segments else []
-        since = e.messages[e.num_prompt_messages :]
-        if not since:
-            return []
-        return [*since[:-1], {**since[-1], "content": e.answer}]  # without special tokens
+        trajectories = []
+        for e, answer in zip(episodes, answers, strict=True):
+            trajectories += self._trajectories(e, answer)
+        return trajectories
 
     def _trajectories(self, e: Episode, answer: Answer | None) -> list[Trajectory]:
         """Return the trajectories of an episode; `answer` is its last answer, if it was scored."""
@@ -260,57 +248,45 @@ class EpisodeRunner:
     # a turn
 
     async def _run_turns(self, e: Episode) -> None:
-        """Let environment and policy take turns until the episode ends."""
+        """Let environment and policy take turns until one of them or a budget ends the episode."""
         first = await self._call(e.env.reset, e.row)
         self._observe(e, Result(observation=first))
         e.row = {**e.row, "rendered_prompt": e.segment.text}
-        while await self._turn(e):
-            pass
-
-    async def _turn(self, e: Episode) -> bool:
-        """Sample a completion, and let the environment reply to it.
-
-        Returns whether another turn follows. False: this was the last one, or there was no room.
-        """
-        e.request = self._next_request(e)
-        if e.request is None:
-            e.truncated = True
-            return False
-        completion = await self.engine_loop.generate_for_episode(e.request)
-        e.request = None
-        text = e.segment.append_completion(completion, e.conversation.tokenizer)
-        e.answer = read_answer(e.conversation.tokenizer, completion.tokens)
-        e.stopped = completion.stopped
-        if e.messages:
-            e.messages = [*e.messages, to_message(e.conversation.tokenizer, text)]
-        e.turn += 1
+        tokenizer = e.conversation.tokenizer
         vision = e.conversation.vision
-        if vision and not set(vision.stop_ids).isdisjoint(completion.tokens):
-            # The engine would read such a token as the place of an image.
-            e.truncated = True
-            return False
-        state = State(
-            row=e.row,
-            answer=e.answer,
-            stopped=e.stopped,
-            turn=e.turn - 1,
-            messages=e.messages,
-            tokens=completion.tokens,
-            logprobs=completion.logprobs,
-        )
-        result = await self._call(e.env.step, state)
-        self._apply_result(e, result)
-        if unknown := result.sampling.keys() - {"max_tokens", "stop_token_ids"}:
-            raise EnvFailed(
-                f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may "
-                "set max_tokens and stop_token_ids"
+        while request := self._next_request(e):
+            # 1. The policy's answer.
+            e.request = request
+            completion = await self.engine_loop.generate_for_episode(request)
+            e.request = None
+            text = e.segment.append_completion(completion, tokenizer)
+            e.answer = read_answer(tokenizer, completion.tokens)
+            e.stopped = completion.stopped
+            if e.messages:
+                e.messages = [*e.messages, to_message(tokenizer, text)]
+            e.turn += 1
+            if vision and not set(vision.stop_ids).isdisjoint(completion.tokens):
+                break  # The engine would read such a token as the place of an image.
+
+            # 2. The environment's reply.
+            state = State(
+                row=e.row,
+                answer=e.answer,
+                stopped=e.stopped,
+                turn=e.turn - 1,
+                messages=e.messages,
+                tokens=completion.tokens,
+                logprobs=completion.logprobs,
             )
-        _check_sampling(result.sampling, e.conversation.tokenizer)
-        e.sampling = dataclasses.replace(e.sampling, **result.sampling)
-        if result.done or result.truncated:
-            return False
-        self._observe(e, result)
-        return True
+            result = await self._call(e.env.step, state)
+            self._apply_result(e, result)
+            if result.sampling:
+                _check_sampling(result.sampling, tokenizer)
+                e.sampling = dataclasses.replace(e.sampling, **result.sampling)
+            if result.done or result.truncated:
+                return
+            self._observe(e, result)
+        e.truncated = True
 
     def _next_request(self, e: Episode) -> Request | None:
         """Return the request for the next completion; None if a budget leaves no room for one."""
@@ -355,8 +331,6 @@ class EpisodeRunner:
         messages = result.messages  # The whole chat. If there are some, they replace `observation`.
         history = e.messages if messages is None else []
         tokenizer = e.conversation.tokenizer
-        if isinstance(observation, str) and not is_text(observation):
-            raise EnvFailed(f"it said {observation[:200]!r}, with half of a surrogate pair")
         if messages is None and (type(observation) is str or is_chat):
             if e.segment and not e.messages:
                 raise EnvFailed(
@@ -374,16 +348,19 @@ class EpisodeRunner:
             if not e.turn:
                 e.num_prompt_messages = len(e.messages)
             e.segment = e.conversation.continue_with_messages(e.messages)
-        elif observation and isinstance(observation, list | str):
-            if isinstance(observation, list):
-                _check_tokens(f"it said {str(observation)[:200]}", observation, tokenizer)
-            urls = [to_url(image) for image in result.images]
-            e.segment = e.conversation.append_raw(observation, e.segment, urls)
-        else:
+            return
+        said = f"it said {str(observation)[:200]!r}"
+        if not (observation and isinstance(observation, list | str)):
             raise EnvFailed(
                 f"it is not done and said {observation!r}; give an observation: a text, messages "
                 "or tokens"
             )
+        if isinstance(observation, list):
+            _check_tokens(said, observation, tokenizer)
+        elif not is_text(observation):
+            raise EnvFailed(f"{said}, with half of a surrogate pair")
+        urls = [to_url(image) for image in result.images]
+        e.segment = e.conversation.append_raw(observation, e.segment, urls)
 
     # ----------------------------------------------------------------------------------------------
     # calls of the user's code
@@ -400,7 +377,6 @@ class EpisodeRunner:
             e.endpoint = state.metrics()
             if state.refusals:
                 e.refusal = state.refusals[-1]
-                self.refusals.append(e.refusal)
         segments = e.conversation.segments
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
@@ -410,6 +386,8 @@ class EpisodeRunner:
 
     async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.
+
+        A call that does not end when it is cancelled ends the run.
 
         Args:
             function: a method of the environment, or what makes it.
@@ -421,29 +399,22 @@ class EpisodeRunner:
             EnvFailed: it raised anything else, or was too slow.
         """
         name = name or function.__qualname__
-        if inspect.iscoroutinefunction(function):
-            return await self._within_limit(name, function(*arguments))
-        async with self.threads:
-            return await self._within_limit(name, in_thread(function, *arguments))
-
-    async def _within_limit(self, name: str, call: Coroutine) -> Any:
-        """Await a call of the user's code; raises as `_call` does.
-
-        A call that does not end when it is cancelled ends the run.
-        """
         seconds = self.cfg.timeout_seconds
-
-        def describe() -> str:
-            return (
-                f"env.name = {self.cfg.name}: {name} still runs after env.timeout_seconds = "
-                f"{seconds:g}, though it was cancelled; let asyncio.CancelledError pass"
-            )
-
+        too_slow = (
+            f"env.name = {self.cfg.name}: {name} still runs after env.timeout_seconds = "
+            f"{seconds:g}, though it was cancelled; let asyncio.CancelledError pass"
+        )
+        is_async = inspect.iscoroutinefunction(function)
+        slot: Any = contextlib.nullcontext() if is_async else self.threads
         timeout = asyncio.timeout(seconds)
         try:
-            with self.engine_loop.watch.limit(2 * seconds + CANCEL_SECONDS, describe):
-                async with timeout:
-                    return await call
+            async with slot:
+                watch = self.engine_loop.watch
+                with watch.limit(2 * seconds + CANCEL_SECONDS, lambda: too_slow):
+                    async with timeout:
+                        if is_async:
+                            return await function(*arguments)
+                        return await in_thread(function, *arguments)
         except UserError:
             raise
         # The user's code may raise anything, and then only this episode ends.
@@ -471,7 +442,12 @@ def _check_messages(value: Any) -> None:
 
 
 def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise EnvFailed if an environment sets sampling that the engine would not accept."""
+    """Raise EnvFailed if an environment sets sampling that it may not, or that makes no sense."""
+    if unknown := changed.keys() - {"max_tokens", "stop_token_ids"}:
+        raise EnvFailed(
+            f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set "
+            "max_tokens and stop_token_ids"
+        )
     max_tokens = changed.get("max_tokens", 1)
     if type(max_tokens) is not int or max_tokens < 1:
         raise EnvFailed(

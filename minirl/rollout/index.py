@@ -15,13 +15,13 @@ group, episode and segment.
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from minirl.base.files import write_synced
+from minirl.base.files import write_whole
 
 SAMPLED = np.dtype(
     [
@@ -37,7 +37,6 @@ SAMPLED = np.dtype(
         ("staleness", "<i4"),  # Optimizer steps since the oldest token was sampled.
         ("stopped", "?"),  # The last answer ended by a stop token, and no limit cut the episode.
         ("failed", "?"),
-        ("equal", "?"),  # All answers of the group have one reward.
     ]
 )
 TRAINED = np.dtype(
@@ -69,14 +68,8 @@ class Part(NamedTuple):
 
 def part_of(folder: Path, step: int, rank: int) -> Part:
     """Return the paths of the files of a step and rank; the files need not exist."""
-    name = f"step-{step}-rank-{rank}"
-    return Part(
-        step,
-        rank,
-        folder / f"{name}.jsonl",
-        folder / f"{name}.npz",
-        folder / f"{name}.npy",
-    )
+    paths = [folder / f"step-{step}-rank-{rank}.{suffix}" for suffix in ("jsonl", "npz", "npy")]
+    return Part(step, rank, *paths)
 
 
 def parts(folder: Path) -> list[Part]:
@@ -104,24 +97,20 @@ def write_tables(part: Part, sampled: np.ndarray, trained: np.ndarray, values: n
         trained: TRAINED [M].
         values: float32 [T, 3].
     """
-    _write(part.values, lambda file: np.save(file, values))
-    _write(part.table, lambda file: np.savez(file, sampled=sampled, trained=trained))
-
-
-def _write(path: Path, save: Callable[[IO[bytes]], None]) -> None:
-    """Write a file in one move, so that no part of it is ever there."""
-    buffer = io.BytesIO()
-    save(buffer)
-    partial = path.with_name(f"{path.name}.partial")
-    write_synced(partial, buffer.getvalue())
-    partial.replace(path)
+    tokens, table = io.BytesIO(), io.BytesIO()
+    np.save(tokens, values)
+    write_whole(part.values, tokens.getvalue())
+    np.savez(table, sampled=sampled, trained=trained)
+    write_whole(part.table, table.getvalue())
 
 
 def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
     """Return `sampled` and `trained` of a part; None: the step is unfinished, or has no tables."""
     try:
         with np.load(part.table, allow_pickle=False) as tables:
-            return tables["sampled"].astype(SAMPLED), tables["trained"].astype(TRAINED)
+            # By name: tables of older runs have a column more.
+            sampled = tables["sampled"][list(SAMPLED.names or ())]
+            return sampled.astype(SAMPLED), tables["trained"].astype(TRAINED)
     except FileNotFoundError:
         return None
 
@@ -146,16 +135,3 @@ def places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
     for size in sizes:
         yield start, size
         start += size + 1
-
-
-def make_sampled(rows: list[tuple]) -> np.ndarray:
-    """Return SAMPLED [N] from rows without `equal`, which follows from them: groups are whole."""
-    sampled = np.array([(*row, False) for row in rows], SAMPLED)
-    _, groups = np.unique(sampled["group"], return_inverse=True)
-    num_groups = groups.max(initial=-1) + 1
-    highest = np.full(num_groups, -np.inf)
-    lowest = np.full(num_groups, np.inf)
-    np.maximum.at(highest, groups, sampled["shaped"])
-    np.minimum.at(lowest, groups, sampled["shaped"])
-    sampled["equal"] = (highest == lowest)[groups]
-    return sampled

@@ -138,19 +138,14 @@ class _FinishedCounts:
         if not self._reached and (has_news or time.monotonic() >= self._next_look):
             self._num_finished = len(versions)
             self._next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-            self._reached = self._count(versions)
+            self._reached = True
+            for i, goal in enumerate(self.goals):
+                # Add what has finished here since the last look.
+                num_new = _num_until(goal.version, versions) - self._counted[i]
+                self._counted[i] += num_new
+                num_finished = self.store.add(f"{self.name}/{i}", num_new)
+                self._reached &= num_finished >= goal.num_groups
         return self._reached
-
-    def _count(self, versions: list[int]) -> bool:
-        """Add what has finished here since the last look; return whether all goals are reached."""
-        reached = True
-        for i, goal in enumerate(self.goals):
-            num_here = _num_until(goal.version, versions)
-            num_new = num_here - self._counted[i]
-            self._counted[i] = num_here
-            num_finished = self.store.add(f"{self.name}/{i}", num_new)
-            reached = reached and num_finished >= goal.num_groups
-        return reached
 
 
 def deal(

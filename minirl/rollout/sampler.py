@@ -8,7 +8,6 @@ arXiv 2501.12599, sec. 2.6.2). pacing.py says when groups begin and which of the
 
 import asyncio
 import copy
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirl.base.errors import require
+from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EndpointConfig, EvaluateConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
-from minirl.envs.base import Agent, Env
+from minirl.envs.base import Agent
+from minirl.envs.registry import EnvMaker
 from minirl.rewards import Answer
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import Goal, GroupState, IsEnough, Pace, deal, pull
-from minirl.rollout.time_limits import make_in_time
-from minirl.types.packed import Trajectory
+from minirl.types.packed import UNSET, Trajectory
 
 # Opens an endpoint (minirl/endpoint) of a loop, for prompts of these templates.
 OpenEndpoint = Callable[[EngineLoop, Prompts, EndpointConfig], Any]
@@ -46,16 +45,15 @@ class Group:
     ticket: int
     version: int  # Optimizer steps that the weights had seen when it began.
     episodes: list[Episode]
-    # Trajectories of episodes that have ended, by number.
-    results: dict[int, Future[list[Trajectory]]] = field(default_factory=dict)
-    # Where reward functions compare the answers of a group: answers of episodes that have ended, by
-    # number, with the scores of other functions. `results` then has one entry for all.
-    scored: dict[int, Future[Answer | None]] = field(default_factory=dict)
+    # Answers of episodes that have ended, by number, with the scores of functions that do not
+    # compare them. None: nothing scores it.
+    answers: dict[int, Future[Answer | None]] = field(default_factory=dict)
+    result: Future[list[Trajectory]] = UNSET  # Of a finished group.
 
     @property
     def finished(self) -> bool:
-        """Whether all episodes have ended."""
-        return all(e.has_ended for e in self.episodes)
+        """Whether all episodes have ended. Their rewards may still be computed."""
+        return len(self.answers) == len(self.episodes)
 
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectories of a finished group, episode by episode; wait for the rewards.
@@ -63,10 +61,7 @@ class Group:
         Raises:
             UserError: a reward function failed.
         """
-        trajectories = []
-        for _, result in sorted(self.results.items()):
-            trajectories += result.result()
-        return trajectories
+        return self.result.result()
 
     def num_sampled(self) -> int:
         """Return the number of tokens that have been sampled, without those of dropped episodes."""
@@ -78,42 +73,13 @@ class StepRollout:
     """What the rollout of a training step gives. All but the first field count all ranks."""
 
     trajectories: list[Trajectory]  # This rank's part.
-    num_trajectories: int  # Those with tokens to train on.
-    num_tokens: int  # Tokens sampled in them, those outside the loss included.
     next_ticket: int  # The first ticket of the next step.
-    failures: list[str]  # Why episodes failed.
-    refusals: list[str]  # The last refusal of each episode that the endpoint refused a request.
     # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
     # sampling leaves out, episodes that are dropped, requests that an agent gave up.
     discarded_tokens: int
     unfinished: list[int]  # Tickets of groups that the next step continues, or begins first.
     unfinished_tokens: int  # Tokens that have been sampled for them.
-
-    def troubles(self) -> list[str]:
-        """Return what there is to say of episodes that failed or were refused what they asked."""
-        lines = []
-        if self.failures:
-            lines.append(
-                f"{len(self.failures)} episodes failed, the first because {self.failures[0]}"
-            )
-        if self.refusals:
-            lines.append(
-                f"the endpoint refused requests of {len(self.refusals)} episodes, the last: "
-                f"{self.refusals[-1]}"
-            )
-        return lines
-
-    def require_tokens(self) -> None:
-        """Refuse a step of which no rank has a token to train on. Raises UserError."""
-        reason = "the policy sampled no token in any"
-        if self.num_tokens:
-            reason = (
-                f"all {self.num_tokens} sampled tokens were the grammar's, which are outside the "
-                "loss; let the agent ask something without tool_choice and response_format, or "
-                "teach policy.model the format first, by minirl.sft"
-            )
-        why = [*self.failures[:1], *self.refusals[-1:], reason][0]
-        require(self.num_trajectories, f"no episode can be trained on: {why}")
+    trouble: str  # What there is to say of episodes that failed or were refused a request.
 
 
 class GroupScheduler:
@@ -201,22 +167,17 @@ class GroupScheduler:
         self._num_active -= 1
         if episode.is_dropped:
             self.runner.engine_loop.discarded_tokens += episode.conversation.num_sampled()
-        episode.has_ended = True
         pool = self.runner.pool
-        if self.runner.rewards.together:
-            group.scored[episode.number] = pool.submit(self.runner.score, episode)
-        else:
-            group.results[episode.number] = pool.submit(self.runner.finish, episode)
+        group.answers[episode.number] = pool.submit(self.runner.score, episode)
         if group.finished:
             self._finished_versions.append(group.version)
-            if group.scored:
-                # The pool is first in, first out: what it waits for is done or under way.
-                group.results[0] = pool.submit(self._compare, group)
+            group.result = pool.submit(self._finish, group)
 
-    def _compare(self, group: Group) -> list[Trajectory]:
-        """Let functions compare the answers of a group, and return its trajectories."""
-        answers = [group.scored[e.number].result() for e in group.episodes]
-        return sum(self.runner.finish_together(group.episodes, answers), [])
+    def _finish(self, group: Group) -> list[Trajectory]:
+        """Return the trajectories of a group, when its answers are scored."""
+        # The pool is first in, first out: what this waits for is done or under way.
+        answers = [group.answers[e.number].result() for e in group.episodes]
+        return self.runner.finish(group.episodes, answers)
 
 
 class Sampler:
@@ -234,7 +195,7 @@ class Sampler:
     def __init__(
         self,
         engine: RolloutEngine,
-        make_env: Callable[[], Env],
+        make_env: EnvMaker,
         rewards: Rewards,
         prompts: Prompts,
         cfg: RLConfig | EvaluateConfig,
@@ -244,7 +205,7 @@ class Sampler:
 
         Args:
             engine: this rank's engine, or the one that it has a part of.
-            make_env: makes the environment of one episode.
+            make_env: makes the environment of an episode.
             rewards: score episodes that have ended.
             prompts: the prompts of training.
             cfg: the program's config.
@@ -264,19 +225,9 @@ class Sampler:
             turn_seconds=cfg.env.timeout_seconds,
         )
         self.endpoint = None
-        example = make_in_time(make_env, cfg.env, self.mesh.watch)
-        if engine.is_leader and isinstance(example, Agent):
+        if engine.is_leader and isinstance(make_env.example, Agent):
             self.endpoint = open_endpoint(self.engine_loop, prompts, cfg.endpoint)
-        first_call = example.run if isinstance(example, Agent) else example.reset
-        self.runner = EpisodeRunner(
-            self.engine_loop,
-            rewards,
-            cfg,
-            self.endpoint,
-            make_env,
-            # What is asynchronous may belong to the thread that made it.
-            makes_in_thread=not inspect.iscoroutinefunction(first_call),
-        )
+        self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, make_env, self.endpoint)
         self.training = GroupScheduler(self.runner)
         self.begun: dict[int, GroupState] = {}
         self.waiting: list[int] = []
@@ -319,7 +270,7 @@ class Sampler:
             UserError: a reward function failed, or an environment with env.on_error raise.
         """
         self.engine_loop.version = version
-        self.runner.take_troubles()
+        self.runner.troubles.clear()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         scheduler = GroupScheduler(self.runner)
@@ -359,7 +310,7 @@ class Sampler:
             updates_per_step=self.cfg.algo.num_updates,
         )
         self.engine_loop.version = version
-        self.runner.take_troubles()
+        self.runner.troubles.clear()
         make_group = partial(
             self._make_group, self.prompts, cfg.samples_per_prompt, sampling, version
         )
@@ -389,8 +340,7 @@ class Sampler:
             unused = [t for t in tickets if t not in self.begun and t not in states]
             self.waiting = sorted(self.waiting + unused)
             most_new -= len(tickets) - len(unused)
-        trajectories = self._take_chosen(finished, states, pace.choose(states.values()))
-        return self._step_rollout(trajectories, first)
+        return self._take_chosen(finished, states, pace.choose(states.values()), first)
 
     def _exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
         """Let all ranks know the groups of this one. Collective.
@@ -398,13 +348,20 @@ class Sampler:
         Sets `begun` to the unfinished groups of all ranks.
 
         Args:
-            finished: this rank's finished groups.
+            finished: groups of this rank that have finished since the last call.
 
         Returns:
-            The finished groups of all ranks, by ticket.
+            The finished ones of all ranks, by ticket.
         """
+        assert isinstance(self.cfg, RLConfig)
+        low, high = self.cfg.rollout.keep_inside
         rank = self.mesh.rank
-        here = [GroupState(g.ticket, g.version, True, self._is_varied(g), rank) for g in finished]
+        here = []
+        for group in finished:
+            rewards = [t.reward for t in group.trajectories() if t.segment == 0]
+            is_varied = bool(rewards) and low < sum(rewards) / len(rewards) < high
+            is_kept = is_varied or not self.cfg.rollout.extra_prompts
+            here.append(GroupState(group.ticket, group.version, True, is_kept, rank))
         for group in self.training.groups.values():
             here.append(GroupState(group.ticket, group.version, False, False, rank))
         rows = np.array(here, np.int64).reshape(-1, len(GroupState._fields))
@@ -414,21 +371,25 @@ class Sampler:
         self.begun = {s.ticket: s for s in states if not s.is_finished}
         return {s.ticket: s for s in states if s.is_finished}
 
-    def _is_varied(self, group: Group) -> bool:
-        """Return whether a group's mean reward is inside rollout.keep_inside, if that matters."""
-        trajectories = group.trajectories()
-        if not self.cfg.rollout.extra_prompts:
-            return True
-        low, high = self.cfg.rollout.keep_inside
-        rewards = [t.reward for t in trajectories if t.segment == 0]
-        return bool(rewards) and low < sum(rewards) / len(rewards) < high
-
     def _take_chosen(
-        self, finished: dict[int, Group], states: dict[int, GroupState], chosen: set[int]
-    ) -> list[Trajectory]:
-        """Return the trajectories of the chosen groups of this rank.
+        self,
+        finished: dict[int, Group],
+        states: dict[int, GroupState],
+        chosen: set[int],
+        next_ticket: int,
+    ) -> StepRollout:
+        """Return a step's rollout, with the numbers of all ranks. Collective.
 
         A varied group too many waits for the next step; the others are discarded.
+
+        Args:
+            finished: this rank's finished groups, by ticket.
+            states: the finished groups of all ranks, by ticket.
+            chosen: tickets of the groups to train on.
+            next_ticket: the first ticket of the next step.
+
+        Raises:
+            UserError: no rank has a token to train on.
         """
         trajectories = []
         for ticket, group in sorted(finished.items()):
@@ -441,32 +402,39 @@ class Sampler:
         for ticket, state in states.items():
             if state.is_varied and ticket not in chosen:
                 self.begun[ticket] = state
-        return trajectories
 
-    def _step_rollout(self, trajectories: list[Trajectory], next_ticket: int) -> StepRollout:
-        """Return the result of a step, with the numbers of all ranks. Collective."""
-        troubles = self.runner.take_troubles()
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
         numbers = (
             sum(len(t.tokens) > 0 for t in trajectories),
             sum(t.info["answer_tokens"] for t in trajectories if t.segment == 0),
-            any(troubles),
+            len(self.runner.troubles),
             self.engine_loop.take_discarded(),
             sum(group.num_sampled() for group in self.training.groups.values()),
         )
         totals = self.mesh.sums(torch.tensor(numbers)).tolist()
-        num_trajectories, num_tokens, is_troubled, discarded, unfinished = totals
-        by_rank = self.mesh.gather(troubles) if is_troubled else []
+        num_trajectories, num_tokens, num_troubles, discarded, unfinished = totals
+        trouble = ""
+        if num_troubles:
+            first = sum(self.mesh.gather(self.runner.troubles[:1]), [])[0]
+            trouble = (
+                f"{num_troubles} episodes failed or were refused a request, the first: {first}"
+            )
+        if not num_trajectories:
+            why = "the policy sampled no token in any"
+            if num_tokens:
+                why = (
+                    f"all {num_tokens} sampled tokens were the grammar's, which are outside the "
+                    "loss; let the agent ask something without tool_choice and response_format, or "
+                    "teach policy.model the format first, by minirl.sft"
+                )
+            raise UserError(f"no episode can be trained on: {trouble or why}")
         return StepRollout(
             trajectories=trajectories,
-            num_trajectories=num_trajectories,
-            num_tokens=num_tokens,
             next_ticket=next_ticket,
-            failures=sum([failures for failures, _ in by_rank], []),
-            refusals=sum([refusals for _, refusals in by_rank], []),
             discarded_tokens=discarded,
             unfinished=sorted([*self.begun, *self.waiting]),
             unfinished_tokens=unfinished,
+            trouble=trouble,
         )
 
     # ----------------------------------------------------------------------------------------------
@@ -524,18 +492,15 @@ class Sampler:
     ) -> Group:
         row = prompts.row(ticket)
         row = {**row, "rendered_prompt": prompts.rendered(row)}
-        episodes = []
-        for number in range(num_samples):
-            conversation = Conversation(
-                prompts.tokenizer, prompts.vision, row, cut_to=prompts.cut_to
+        tokenizer, vision, cut_to = prompts.tokenizer, prompts.vision, prompts.cut_to
+        episodes = [
+            Episode(
+                ticket=ticket,
+                number=number,
+                row=copy.deepcopy(row),  # an environment may change it
+                conversation=Conversation(tokenizer, vision, row, cut_to=cut_to),
+                sampling=sampling,
             )
-            episodes.append(
-                Episode(
-                    ticket=ticket,
-                    number=number,
-                    row=copy.deepcopy(row),  # an environment may change it
-                    conversation=conversation,
-                    sampling=sampling,
-                )
-            )
+            for number in range(num_samples)
+        ]
         return Group(ticket, version, episodes)

@@ -87,7 +87,7 @@ class Dump:
             ]
             index.write_tables(
                 index.part_of(self.folder, self.step, self.mesh.rank),
-                index.make_sampled(sampled),
+                np.array(sampled, index.SAMPLED),
                 np.array(trained, index.TRAINED),
                 np.concatenate(values),
             )
@@ -105,7 +105,7 @@ def _values(trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
 
 
 def _sampled_row(t: Trajectory, place: tuple[int, int]) -> tuple:
-    """Return the row of a trajectory in SAMPLED, without its last column."""
+    """Return the row of a trajectory in SAMPLED."""
     return (
         t.group,
         t.episode,

@@ -57,7 +57,7 @@ def evaluate(
         return None
     # Tokens of a grammar are outside the loss; they are still an answer.
     num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
-    reasons = [*sampler.runner.failures[:1], *sampler.runner.refusals[-1:]]
+    reasons = sampler.runner.troubles[:1]
     by_rank = sampler.mesh.gather((num_answers, reasons))
     if not any(num for num, _ in by_rank):
         found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)

@@ -6,6 +6,7 @@ Each function raises UserError at the first thing that is missing or cannot work
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from minirl.checkpoint import changes, lock
 from minirl.checkpoint.finding import finished
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
+from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_warmup
 from minirl.data.chat import has_calls
@@ -60,7 +61,6 @@ from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
-from minirl.rollout.time_limits import limited_imports, limited_template, make_in_time
 from minirl.run import user_algorithms
 
 # Marks that a row of prompts gets while it is read.
@@ -111,13 +111,17 @@ class Inputs:
 
         with errors_of_machines(mesh):
             # 2. Code of the user: environment, rewards, estimator and loss.
-            with limited_imports(cfg, mesh.watch):
+            code = (
+                f"one of env.name = {cfg.env.name}, reward.function = {cfg.reward.function}, "
+                f"algo.advantage = {cfg.algo.advantage}, algo.loss = {cfg.algo.loss}"
+            )
+            with limited(cfg, mesh.watch, f"to import {code}, or to make an environment,"):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
                 self.estimator = user_algorithms.check_methods(cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
-            env = make_in_time(self.make_env, cfg.env, mesh.watch)
+            env = self.make_env.example
             if env.graded:
                 self.rewards.check_supported()
 
@@ -165,6 +169,14 @@ class Inputs:
         """Return the values of the models' configs, by role."""
         folders = self.folders.items()
         return {role: build.read_config(folder).to_dict() for role, folder in folders}
+
+
+def limited(
+    cfg: TrainingConfig | EvaluateConfig, watch: Oversight, what: str
+) -> AbstractContextManager[Any]:
+    """End the run if a block takes longer than timeout_minutes; `what` names it in the message."""
+    message = f"{what} takes longer than timeout_minutes = {cfg.timeout_minutes:g}; change it, or "
+    return watch.limit(60 * cfg.timeout_minutes, lambda: f"{message}raise timeout_minutes")
 
 
 def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
@@ -389,7 +401,7 @@ def find_model(
     if vision:
         is_ring = cfg.parallel.context > 1 and cfg.parallel.context_engine == "ring"
         vision.check_ring(is_ring)
-    with limited_template(cfg, where, watch):
+    with limited(cfg, watch, f"{where}: to render a first chat by its template"):
         if tokenizer is None:
             tokenizer = load_tokenizer(folder, cfg.data, chats=chats)
             vocab_size = config.get_text_config().vocab_size

@@ -245,7 +245,7 @@ def _from_lines(part: index.Part) -> np.ndarray:
                 bool(info["error"]),
             )
         )
-    return index.make_sampled(rows)
+    return np.array(rows, index.SAMPLED)
 
 
 def _group(rows: np.ndarray) -> np.ndarray:
@@ -264,5 +264,6 @@ def _group(rows: np.ndarray) -> np.ndarray:
     groups["reward"] = np.add.reduceat(rows["reward"], first) / groups["num_rows"]
     groups["cut_off"] = np.logical_or.reduceat(~rows["stopped"], first)
     groups["failed"] = np.logical_or.reduceat(rows["failed"], first)
-    groups["equal"] = np.logical_and.reduceat(rows["equal"], first)
+    highest = np.maximum.reduceat(rows["shaped"], first)
+    groups["equal"] = highest == np.minimum.reduceat(rows["shaped"], first)
     return groups
