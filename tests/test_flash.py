@@ -22,8 +22,7 @@ from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.model import attention, build, flash, kernels
 from minirl.model.attention import attend, packed_attention
-from minirl.types.blocks import Options
-from minirl.types.packed import Context
+from minirl.types.packed import Context, Options
 from test_packing import groups
 
 CPU = torch.device("cpu")

@@ -35,8 +35,7 @@ from minirl.model.mixture import experts
 from minirl.parallel.mesh import join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.train.policy import Policy
-from minirl.types.blocks import Options
-from minirl.types.packed import Context, Trajectory
+from minirl.types.packed import Context, Options, Trajectory
 from test_families import mixture_inputs
 from test_packing import groups
 

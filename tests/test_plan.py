@@ -40,7 +40,7 @@ from minirl.plan.plan import GIB, check_lower_bound, make_plan
 from minirl.plan.sizes import read_config, read_sizes
 from minirl.plan.workload import Lengths, Load, rl_workload, with_settings
 from minirl.train.policy import Policy
-from minirl.types.blocks import CHUNK
+from minirl.types.packed import CHUNK
 
 BIG = fits.MODELS["Qwen3-8B"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minirl.model.hybrid import delta_net
 from minirl.plan.costs import delta_rule_flops
-from minirl.types.blocks import CHUNK
+from minirl.types.packed import CHUNK
 
 KERNEL = "dryrun::delta_kernel"
 # Multiplications and additions of backward for each one of forward: its products' gradients, and

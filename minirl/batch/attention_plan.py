@@ -9,8 +9,15 @@ from torch import Tensor
 
 from minirl.data.vision import Vision
 from minirl.parallel import context as cp
-from minirl.types.blocks import AttentionPlan, Block, Padded, Rectangle, RowIndex
-from minirl.types.packed import Context, Trajectory
+from minirl.types.packed import (
+    AttentionPlan,
+    Block,
+    Context,
+    Padded,
+    Rectangle,
+    RowIndex,
+    Trajectory,
+)
 
 # A shared prompt of at most so many keys is repeated before the keys of each answer: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).

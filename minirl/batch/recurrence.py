@@ -5,7 +5,7 @@ import torch
 
 from minirl.batch.attention_plan import RowLayout, Sequence, on_device
 from minirl.parallel import context as cp
-from minirl.types.blocks import CHUNK, Chunks, Recurrence, Span
+from minirl.types.packed import CHUNK, Chunks, Recurrence, Span
 
 
 def build_recurrence(

@@ -18,8 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minirl.model import flash, kernels
 from minirl.parallel.context import RingTransfer, gather_keys
-from minirl.types.blocks import Block, Options
-from minirl.types.packed import Context, Packed
+from minirl.types.packed import Block, Context, Options, Packed
 
 NAME = "minirl"
 # Of a model and its parts; the patches of an image see each other.

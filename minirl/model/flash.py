@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from minirl.base.errors import require
-from minirl.types.blocks import Block, Options
-from minirl.types.packed import Context
+from minirl.types.packed import Block, Context, Options
 
 OLDEST = (2, 8)  # The oldest flash-attn 2: its internal functions are called here.
 

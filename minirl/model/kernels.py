@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minirl.model import flash
-from minirl.types.blocks import Block, Options, Rectangle, RowIndex
+from minirl.types.packed import Block, Options, Rectangle, RowIndex
 
 
 def can_flash(q: Tensor, options: Options) -> bool:

@@ -26,8 +26,7 @@ from minirl.model.hybrid.delta_rule import (
     with_zeros,
 )
 from minirl.parallel.placements import AllToAll, local_parts
-from minirl.types.blocks import Recurrence
-from minirl.types.packed import Context, Packed
+from minirl.types.packed import Context, Packed, Recurrence
 
 
 def install(model: nn.Module) -> None:

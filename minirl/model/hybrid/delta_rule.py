@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from minirl.types.blocks import Span
+from minirl.types.packed import Span
 
 EPSILON = 1e-6  # Under the root of the norms of queries and keys.
 
