@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.algo import advantages
-from minirl.algo.losses import kth_largest
+from minirl.algo.shaping import kth_largest
 from minirl.batch.exchange import HEADER, exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import AlgoConfig

@@ -303,7 +303,7 @@ class Trainer(BaseTrainer):
         )
         if self.algo.entropy_share:
             for minibatch in minibatches:
-                losses.mark_high_entropy(minibatch, self.algo.entropy_share, self.mesh.sums)
+                shaping.mark_high_entropy(minibatch, self.algo.entropy_share, self.mesh.sums)
 
     def update(self, step: int, minibatches: Minibatches) -> Metrics:
         """Train the critic, if there is one, and the policy, unless the critic still warms up.

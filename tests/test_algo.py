@@ -10,7 +10,7 @@ import torch
 
 from harness import ranks
 from minirl.algo import advantages, losses, normalize
-from minirl.algo.losses import kth_largest
+from minirl.algo.shaping import kth_largest
 from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
 from minirl.batch.packing import pack, unpack

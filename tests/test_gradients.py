@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import tiny
 from harness import ranks
-from minirl.algo import advantages, losses
+from minirl.algo import advantages, losses, shaping
 from minirl.batch import attention_plan
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
@@ -474,7 +474,7 @@ def method_gradients(mesh, folder, budget):
             gather_rows=mesh.gather_rows,
         )
         if algo.entropy_share:
-            losses.mark_high_entropy(batches, algo.entropy_share, mesh.sums)
+            shaping.mark_high_entropy(batches, algo.entropy_share, mesh.sums)
         grads = {}
         # Nothing is changed, so that the next method finds the same weights.
         policy.optimizer.step = lambda grads=grads: grads.update(

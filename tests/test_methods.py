@@ -692,7 +692,7 @@ def spread(mesh, budget):
         out[f"{method} {aggregation}"] = gradients
     for b in batches:
         b.old_entropy = -b.old_logprobs
-    losses.mark_high_entropy(batches, 0.2, mesh.sums)
+    shaping.mark_high_entropy(batches, 0.2, mesh.sums)
     out["forks"] = {
         float(e): v
         for b in batches

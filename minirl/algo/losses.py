@@ -6,11 +6,9 @@ aggregation `pair` both are per pair [P]. `normalize` turns values into means. M
 over the tokens in the loss; of names that end in `_max` the maximum is taken.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,52 +130,6 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) 
     """
     weight = ratio.detach().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return -weight * advantages * logprobs
-
-
-def mark_high_entropy(
-    batches: list[Packed], share: float, sum_over_ranks: Callable[[Tensor], Tensor]
-) -> None:
-    """Set `high_entropy_mask` at that share of the step's tokens with the highest `old_entropy`.
-
-    Wang et al. 2025 (arXiv 2506.01939), eq. 6. Collective.
-
-    Args:
-        batches: this rank's micro-batches of an optimizer step.
-        share: of the tokens in the loss on all ranks, rounded up to whole tokens.
-        sum_over_ranks: adds an int64 CPU tensor over all ranks.
-    """
-    entropies = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches])
-    num_tokens = sum_over_ranks(torch.tensor([len(entropies)])).item()
-    lowest = kth_largest(entropies.numpy(), math.ceil(share * num_tokens), sum_over_ranks)
-    for batch in batches:
-        batch.high_entropy_mask = batch.old_entropy >= lowest
-
-
-def kth_largest(values: np.ndarray, k: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
-    """Return the k-th largest value of all ranks; 1 is the largest. Collective.
-
-    Its bits are found from the highest to the lowest: a bit is set if at least k values are as
-    large as with it. So each of 64 rounds adds one count over the ranks, however many values there
-    are.
-
-    Args:
-        values: this rank's numbers, float64 [N], not NaN; N may differ from rank to rank.
-        k: 1 .. number of values on all ranks.
-        sum_over_ranks: adds an int64 CPU tensor over the ranks.
-    """
-    # Keys in the order of the values: bits of positive numbers are ordered as the numbers are, and
-    # those of negative ones the other way round. A negative zero counts as zero.
-    bits = (values + 0.0).view(np.uint64)
-    sign = 1 << 63
-    keys = np.where(bits & np.uint64(sign), ~bits, bits | np.uint64(sign))
-    found = 0  # The key's bits so far.
-    for bit in reversed(range(64)):
-        with_bit = found | 1 << bit
-        count = int((keys >= np.uint64(with_bit)).sum())
-        if sum_over_ranks(torch.tensor([count])).item() >= k:
-            found = with_bit
-    found_bits = found ^ sign if found & sign else found ^ (2**64 - 1)
-    return np.array([found_bits], np.uint64).view(np.float64)[0].item()
 
 
 def old_logprobs(batch: Packed, logprobs: Tensor) -> Tensor:
