@@ -5,12 +5,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-# A point of time: in seconds of the host, or of the device, where kernels run later.
-Moment = float | torch.cuda.Event
+# A point of time: float, in seconds of the host, or torch.cuda.Event, where kernels run later.
+Moment = Any
 
 
 class Timer:
@@ -44,21 +45,16 @@ class Timer:
         return event
 
     def _add_interval(self) -> None:
-        """Add the time since the last call to the innermost phase."""
-        now = self._now()
-        if self._stack:
-            self._intervals.append((self._stack[-1], self._mark, now))
-            self._add_memory(self._stack[-1])
-        self._mark = now
-
-    def _add_memory(self, phase: str) -> None:
-        """Note the most memory since the last call as that of a phase.
-
-        What was not there all the time is left out. The engine wakes and sleeps in phases of
-        these names, where torch's counters do not change, so that is right in each phase.
-        """
-        if self.device.type != "cuda":
+        """Add the time since the last call, and the most memory, to the innermost phase."""
+        phase = self._stack[-1] if self._stack else ""
+        since = self._mark
+        self._mark = self._now()
+        if phase:
+            self._intervals.append((phase, since, self._mark))
+        if not phase or self.device.type != "cuda":
             return
+        # The most memory since the last call. What was not there all the time is left out: the
+        # engine wakes and sleeps in phases of these names, where torch's counters do not change.
         before = self._unmapped
         self._unmapped = self.unmapped_bytes()
         never_there = min(before, self._unmapped)
@@ -110,7 +106,8 @@ class Timer:
             torch.cuda.synchronize(self.device)
         seconds: dict[str, float] = defaultdict(float)
         for name, first, last in self._intervals:
-            seconds[name] += _seconds_between(first, last)
+            is_host = isinstance(last, float)
+            seconds[name] += last - first if is_host else first.elapsed_time(last) / 1000
         self._intervals.clear()
         return dict(seconds)
 
@@ -123,13 +120,6 @@ class Timer:
         memory = dict(self._memory)
         self._memory.clear()
         return memory
-
-
-def _seconds_between(first: Moment, last: Moment) -> float:
-    if isinstance(first, float) or isinstance(last, float):
-        assert isinstance(first, float) and isinstance(last, float)
-        return last - first
-    return first.elapsed_time(last) / 1000
 
 
 def restore_streams() -> str:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.base.errors import UserError
-from minirl.base.imports import no_collections
 from minirl.base.log import Timer
 from minirl.config.shared import FEWEST_SEQS, MOST_SEQS, EngineConfig
 from minirl.data.images import rgb
@@ -159,9 +158,11 @@ class RolloutEngine:
         quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
         with patches.keep_process_state(), quiet, self.uncompiled():
             logging.getLogger("vllm").setLevel(logging.ERROR)
-            with no_collections():
-                import vllm
-                import vllm.entrypoints.llm  # which `vllm.LLM` would import later
+            gc.disable()  # As in supervise/cli.py.
+            import vllm
+            import vllm.entrypoints.llm  # which `vllm.LLM` would import later
+
+            gc.enable()
 
             compat.check_family(folder)
             patches.patch_transformers_base()

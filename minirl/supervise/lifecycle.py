@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -28,7 +29,6 @@ import torch.distributed as dist
 
 from minirl.base.errors import BAD_INPUT, CRASH, DONE, UserError
 from minirl.base.files import DISK_FAILURES
-from minirl.base.imports import no_collections
 from minirl.base.log import say
 from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
@@ -69,8 +69,9 @@ def run(
         warning = describe_idle_gpu()
         if warning and watch.rank == 0:
             say(warning)
-        with no_collections():
-            called = resolve_name(program) if isinstance(program, str) else program
+        called = resolve_name(program) if isinstance(program, str) else program
+        gc.freeze()  # No collection looks at what is imported by now.
+        gc.enable()
         world = open_world(minutes, watch, open_attempt_store(timeout))
         watch.join(world.store, world.rank, world.gather(this_process()))
         with errors_of_machines(world):

@@ -19,8 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minirl.base.imports import no_collections
-
 BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
 
 
@@ -37,11 +35,10 @@ def main() -> None:
             sys.exit(subprocess.run(command, env=os.environ | quiet).returncode)
 
     # Imports of ten seconds, which the process that starts the ranks does not need.
-    with no_collections():
-        import torch.distributed as dist
+    import torch.distributed as dist
 
-        from minirl.parallel.mesh import join_world
-        from minirl.walk.step import Walk
+    from minirl.parallel.mesh import join_world
+    from minirl.walk.step import Walk
 
     mesh = join_world()
     with tempfile.TemporaryDirectory() as folder:
