@@ -652,7 +652,7 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
         stop = rollout.next_ticket
         assert stop == 10 + end and len(sampler.asked) == rounds
         left_out = [n for n in range(end) if n not in kept and n % 2 == rank]
-        assert rollout.discarded_tokens == 10 * len(left_out)  # of this rank: `sums` adds nothing
+        assert rollout.discarded_tokens == 10 * len(left_out)  # of this rank: `sums` adds none
         assert [n for tickets in sampler.asked for n in tickets] == list(
             range(10, stop)
         )  # none twice, none left out
