@@ -175,8 +175,9 @@ def limited(
     cfg: TrainingConfig | EvaluateConfig, watch: Oversight, what: str
 ) -> AbstractContextManager[Any]:
     """End the run if a block takes longer than timeout_minutes; `what` names it in the message."""
-    message = f"{what} takes longer than timeout_minutes = {cfg.timeout_minutes:g}; change it, or "
-    return watch.limit(60 * cfg.timeout_minutes, lambda: f"{message}raise timeout_minutes")
+    limit = f"timeout_minutes = {cfg.timeout_minutes:g}"
+    message = f"{what} takes longer than {limit}; change it, or raise timeout_minutes"
+    return watch.limit(60 * cfg.timeout_minutes, lambda: message)
 
 
 def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
