@@ -153,8 +153,22 @@ def exchange(
     totals = np.bincount(groups, weights=headers["num_sampled"])  # Exact up to 2^53.
     group_tokens = totals.astype(np.int64)[groups]
 
-    # 2. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
-    plan = _make_plan(headers, mesh, budget, num_minibatches, whole_groups)
+    # 2. Where each trajectory goes: all ranks make the same plan of the same headers.
+    # [minibatch][micro-batch][data-parallel rank] -> numbers of headers.
+    plan: list[list[list[list[int]]]] = []
+    rows_of_micro = budget * mesh.context_size
+    for chosen in np.array_split(np.unique(headers["group"]), num_minibatches):
+        numbers = np.flatnonzero(np.isin(headers["group"], chosen))
+        num_members, lengths = pieces(
+            headers[numbers], mesh.data_size, rows_of_micro, whole_groups=whole_groups
+        )
+        in_order = iter(numbers.tolist())
+        members = [list(itertools.islice(in_order, num)) for num in num_members]
+        plan.append([])
+        for bins in partition(lengths, mesh.data_size, rows_of_micro):
+            plan[-1].append([sum((members[piece] for piece in b), []) for b in bins])
+
+    # 3. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
     rank_of = headers["rank"].tolist()
     records: list[list[bytes]] = [[] for _ in range(mesh.data_size)]
     for bins in itertools.chain.from_iterable(plan):
@@ -168,7 +182,7 @@ def exchange(
     for part in records:
         messages += [b"".join(part)] * mesh.num_copies
 
-    # 3. What arrives: from each rank, its trajectories in the order of the plan.
+    # 4. What arrives: from each rank, its trajectories in the order of the plan.
     streams = [io.BytesIO(message) for message in mesh.all_to_all(messages)]
     minibatches = []
     for micro_batches in plan:
@@ -178,28 +192,3 @@ def exchange(
             minibatch.append([pickle.load(streams[rank_of[place]]) for place in places])
         minibatches.append(minibatch)
     return minibatches
-
-
-def _make_plan(
-    headers: np.ndarray, mesh: Mesh, budget: int, num_minibatches: int, whole_groups: bool
-) -> list[list[list[list[int]]]]:
-    """Return which trajectories go where; all ranks make the same plan of the same headers.
-
-    Returns:
-        [minibatch][micro-batch][data-parallel rank] -> numbers of headers, in the order of the
-        sequences there.
-    """
-    rows = budget * mesh.context_size
-    plan = []
-    for groups in np.array_split(np.unique(headers["group"]), num_minibatches):
-        numbers = np.flatnonzero(np.isin(headers["group"], groups))
-        num_members, lengths = pieces(
-            headers[numbers], mesh.data_size, rows, whole_groups=whole_groups
-        )
-        in_order = iter(numbers.tolist())
-        members = [list(itertools.islice(in_order, num)) for num in num_members]
-        micro_batches = []
-        for bins in partition(lengths, mesh.data_size, rows):
-            micro_batches.append([sum((members[piece] for piece in b), []) for b in bins])
-        plan.append(micro_batches)
-    return plan
