@@ -564,7 +564,7 @@ def failing_program(mesh, folder):
         else:
             found[on_error] = (
                 [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories],
-                sorted(sampler.runner.failures),
+                sorted(sampler.runner.troubles),
                 len(Broken.closed),
                 time.monotonic() - began,
             )
@@ -850,7 +850,7 @@ def agent_program(mesh, folder, tp, name="Caller"):
     )
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
-    failures = sampler.runner.failures
+    failures = sampler.runner.troubles
     sampler.close()
     parts = [found] if tp == 1 else mesh.gather(found)
     worst = max((mismatch(policy, part) for part in parts if part), default=0.0)
