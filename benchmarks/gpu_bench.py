@@ -25,7 +25,7 @@ from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.model import build, loading
+from minirl.model import build, causal, loading
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.plan.cards import Card
@@ -210,7 +210,7 @@ def _fill_at_random(
     model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
 ) -> None:
     loading.allocate(model, device, cpu_offload=cpu_offload)
-    for t in loading.tensors(model).values():
+    for t in causal.tensors(model).values():
         if t.ndim == 1:  # a norm
             fsdp.local(t).fill_(1.0)
         else:

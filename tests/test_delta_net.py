@@ -16,8 +16,7 @@ from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.batch.recurrence import build_recurrence
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import checks
-from minirl.model.hybrid import delta_net, delta_rule
+from minirl.model import checks, delta_net
 from minirl.train.policy import Policy
 from test_model import CPU, model_batch
 
@@ -61,7 +60,7 @@ def row_by_row(q, k, v, log_decay, rate):
 
 
 def test_the_rule_in_chunks_is_the_rule_row_by_row(monkeypatch):
-    monkeypatch.setattr(delta_rule, "EPSILON", 0.0)  # F.normalize has none
+    monkeypatch.setattr(delta_net, "EPSILON", 0.0)  # F.normalize has none
     given = inputs(sum(num for num, _ in SEQUENCES))
     got = delta_net.delta_rule(*given, recurrence_of(SEQUENCES))
     wanted = row_by_row(*given)
@@ -75,7 +74,7 @@ def test_the_rule_in_chunks_is_the_rule_row_by_row(monkeypatch):
 
 def test_one_row_further_is_the_next_row(monkeypatch):
     """As an engine goes on, in each of some sequences at once."""
-    monkeypatch.setattr(delta_rule, "EPSILON", 0.0)
+    monkeypatch.setattr(delta_net, "EPSILON", 0.0)
     num_sequences, num_rows = 3, 5
     sequences = [(num_rows, None)] * num_sequences
     given = [t.detach() for t in inputs(num_sequences * num_rows)]
@@ -83,7 +82,7 @@ def test_one_row_further_is_the_next_row(monkeypatch):
     rows = [t.unflatten(0, (num_sequences, num_rows)) for t in given]
     states = torch.zeros(num_sequences, HEADS, KEY_DIM, VALUE_DIM)
     for i in range(num_rows):
-        got, states = delta_rule.delta_step(*(t[:, i] for t in rows), states)
+        got, states = delta_net.delta_step(*(t[:, i] for t in rows), states)
         torch.testing.assert_close(got, wanted[i::num_rows], rtol=0, atol=1e-14)
 
 

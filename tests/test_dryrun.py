@@ -45,22 +45,18 @@ WAITS = {
 # The norm of gradients on the host joins the sums on the device.
 NORM_WAITS = {("a copy to the device", "train/policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
-TOWER = "model/build.py _look < model/build.py last_hidden"
-DEEPSTACK = "model/build.py last_hidden < model/build.py packed_forward"
+TOWER = "model/causal.py _look < model/causal.py last_hidden"
+DEEPSTACK = "model/causal.py last_hidden < model/causal.py packed_forward"
 QWEN2_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
 }
 # The load of experts is a metric of the step.
-LOAD_WAITS = {
-    ("a copy from the device", "model/mixture/routing.py finish < train/policy.py update"): 1
-}
+LOAD_WAITS = {("a copy from the device", "model/routing.py finish < train/policy.py update"): 1}
 OF_STEP = WAITS | LOAD_WAITS
 # Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
-EXPERT_WAITS = {
-    ("numbers", "parallel/experts.py _visit < parallel/experts.py forward"): 2 * NUM_LAYERS
-}
+EXPERT_WAITS = {("numbers", "model/experts.py _visit < model/experts.py forward"): 2 * NUM_LAYERS}
 QWEN3_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2 * 4,

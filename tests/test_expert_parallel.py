@@ -18,10 +18,9 @@ from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.config.supervised import SFTConfig
+from minirl.model import experts
 from minirl.model.checks import check_experts
 from minirl.model.families import experts_of_token
-from minirl.model.mixture import experts
-from minirl.parallel import experts as expert_parallel
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy
 from sharded import whole
@@ -171,7 +170,7 @@ def counted(mesh, folder):
     """Return how many rows this rank computes in a forward, waits of the host, and held experts."""
     rows, waits = [], []
     multiply = experts._one_by_one
-    to_host = expert_parallel._to_host
+    to_host = experts._to_host
 
     def counting_multiply(x, weight, ends):
         assert ends[-1] == len(x)  # none of another rank's
@@ -183,7 +182,7 @@ def counted(mesh, folder):
         return to_host(*counts)
 
     experts._one_by_one = counting_multiply
-    expert_parallel._to_host = counting_to_host
+    experts._to_host = counting_to_host
     policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, trainable=False)
     own = trajectories()
     if mesh.tensor.size() == 1:

@@ -31,9 +31,8 @@ from minirl.checkpoint import exporting
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.vision import Gemma4Vision, GemmaVision, read_vision
-from minirl.model import build, checks, families, fused, loading
+from minirl.model import build, causal, checks, experts, families, fused
 from minirl.model.families import FAMILIES
-from minirl.model.mixture import experts
 from minirl.parallel import placements, tensor
 from minirl.train.policy import Policy
 from test_model import CPU, hugging_face, model_batch, weights_of
@@ -196,7 +195,7 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     (values * weights).sum().div(
         mesh.data_size
     ).backward()  # all ranks have the same batch, and gradients are summed
-    trained = loading.trained(policy.model)
+    trained = causal.trained(policy.model)
     assert trained.keys() == grads.keys()
     found = {n: p.grad.full_tensor() for n, p in trained.items()}
 

@@ -29,9 +29,8 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
-from minirl.model import build, flash, fused, kernels
+from minirl.model import build, experts, flash, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
-from minirl.model.mixture import experts
 from minirl.parallel.mesh import join_world, make_mesh
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.train.policy import Policy

@@ -32,7 +32,6 @@ from minirl.model import (
     attention,
     build,
     checks,
-    gemma4,
     kernels,
     loading,
     logprob,
@@ -321,7 +320,7 @@ def hugging_face(model, trajectories, temperature, images=None):
             values[t.group, t.episode, i] = (logprobs[i].item(), entropy[i].item())
     model.zero_grad()
     loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if not n.startswith(gemma4.NEVER_RUN)}
+    grads = {n: p.grad for n, p in model.named_parameters() if not n.startswith(build.NEVER_RUN)}
     return values, {n: grad.clone() for n, grad in grads.items()}
 
 

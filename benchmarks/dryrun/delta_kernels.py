@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model.hybrid import delta_net
+from minirl.model import delta_net
 from minirl.plan.costs import delta_rule_flops
 from minirl.types.packed import CHUNK
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import loading
+from minirl.model import causal
 from minirl.model.adapters import nf4
 from minirl.model.adapters.nf4 import BLOCK, NESTED
 
@@ -64,7 +64,7 @@ def allocate(model: Any, device: torch.device) -> None:
         model: with memory for its parameters.
         device: where it computes.
     """
-    for name, packed in loading.packed_weights(model).items():
+    for name, packed in causal.packed_weights(model).items():
         if name in model.shared:
             continue
         num_scales = packed.shape.numel() // BLOCK

@@ -43,8 +43,8 @@ from minirl.config.rl import AlgoConfig, RefitConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import to_url
 from minirl.data.vision import Gemma4Vision, GemmaVision, QwenVision, Vision
-from minirl.model import build, fused, loading
-from minirl.parallel import experts, fsdp
+from minirl.model import build, experts, fused, loading
+from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
 from minirl.plan.cards import CARDS, Card

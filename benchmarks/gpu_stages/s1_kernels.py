@@ -13,10 +13,9 @@ from benchmarks import gpu_bench
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import DEVICE, DTYPE, ON_GPU, SMALL, check, near, part, value
 from minirl.batch.packing import pack
-from minirl.model import fused, logprob
+from minirl.model import experts, fused, logprob
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
-from minirl.model.mixture import experts
 from minirl.plan.workload import Load
 from minirl.types.packed import Packed, Trajectory
 

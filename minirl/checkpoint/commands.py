@@ -24,10 +24,10 @@ from minirl.config.named import check_run
 from minirl.config.parse import load_config
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
-from minirl.model import build, families, loading
+from minirl.model import build, causal, families, loading
 from minirl.model.adapters import files, lora, nf4
 from minirl.model.adapters.lora import merge as merge_weight
-from minirl.model.build import CausalModel
+from minirl.model.causal import SCORE, CausalModel
 from minirl.model.loading import open_weights
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
@@ -125,8 +125,8 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     if not policy.lora.rank:
         _export_whole(checkpoint, source, policy, output, mesh)
     else:
-        has_score = loading.SCORE in saved_shapes(checkpoint)
-        new = frozenset({loading.SCORE} if has_score else ())
+        has_score = SCORE in saved_shapes(checkpoint)
+        new = frozenset({SCORE} if has_score else ())
         base = Base(source, policy.lora, getattr(torch, policy.dtype), "policy.lora", new)
         read_state(checkpoint, {"model": base.trained}, alone=True)
         if cfg.adapter:
@@ -222,16 +222,16 @@ class Base:
         """
         self.dtype = dtype
         config = build.read_config(folder)
-        self.model: CausalModel = build.make_meta_model(config, dtype, score=loading.SCORE in new)
+        self.model: CausalModel = build.make_meta_model(config, dtype, score=SCORE in new)
         wide = torch.promote_types(dtype, torch.float32)
         self.adapters = lora.attach(self.model, cfg, wide, setting, new=new)
         self.model.adapters = self.adapters
         self.weights = open_weights(folder)
         self.trained: dict[str, Tensor] = {}
-        for name, p in loading.trained(self.model).items():
+        for name, p in causal.trained(self.model).items():
             self.trained[name] = torch.empty(p.shape, dtype=wide)
         self.shapes: dict[str, torch.Size] = {}
-        for name, t in loading.tensors(self.model).items():
+        for name, t in causal.tensors(self.model).items():
             self.shapes[name] = t.shape
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
         for name, b in self.trained.items():
@@ -247,7 +247,7 @@ class Base:
         if name in self.trained:
             return self.trained[name]
         slices = families.checkpoint_slices(self.model.config, name, self.shapes[name])
-        buffers = loading.buffers(self.model)
+        buffers = causal.buffers(self.model)
         dtype = buffers[name].dtype if name in buffers else self.dtype
         whole = torch.empty(self.shapes[name], dtype=dtype)
         loading.fill_shard(whole, slices, self.weights)

@@ -6,7 +6,6 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 import functools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
-    PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,19 +27,23 @@ from minirl.base.reading import is_file, library_reads
 from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.model import attention, checks, families, fused, gemma4, loading
+from minirl.model import attention, checks, delta_net, experts, families, fused, loading, routing
 from minirl.model.adapters import lora, nf4
 from minirl.model.adapters.files import is_adapter_folder, read_adapter
+from minirl.model.causal import (
+    SCORE,
+    CausalModel,
+    ScoreHead,
+    buffers,
+    packed_forward,
+    packed_weights,
+    score_forward,
+)
 from minirl.model.freeze import freeze
-from minirl.model.hybrid import delta_net
-from minirl.model.logprob import logprob_entropy
-from minirl.model.mixture import experts, routing
 from minirl.parallel import fsdp, tensor
-from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
-from minirl.types.packed import Packed
 
 # What a model's folder must hold -> the pattern of its files.
 _NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
@@ -56,6 +58,8 @@ KEPT = [
     torch.ops.minirl.flash_attention_forward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
+# Modules that no run uses, and that are not trained: Gemma 4's tower for sound.
+NEVER_RUN = ("model.audio_tower", "model.embed_audio")
 # Weights in other formats, which a download leaves out.
 _UNUSED = ["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]
 
@@ -106,28 +110,6 @@ def read_config(folder: Path | str) -> PretrainedConfig:
         return loading.forget_mxfp4(AutoConfig.from_pretrained(folder))
 
 
-class ScoreHead(nn.Linear):
-    """The head of `AutoModelForSequenceClassification` with one label, in float32 at least."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return one number for each hidden state: [..., H] -> [...]."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.to(wide) @ self.weight[0].to(wide)
-
-
-class CausalModel(PreTrainedModel):
-    """What `build_model` makes of the library's models, for type checkers; never instantiated."""
-
-    model: Any  # Its layers; for a model that reads images, a tower and `language_model`.
-    lm_head: nn.Linear
-    score: ScoreHead  # Instead of `lm_head`.
-    adapters: lora.Adapters | None  # None: it has none.
-    routing: routing.Routing | None  # None: it is no mixture of experts.
-    shared: set[str]  # Names of parameters that are another model's, too, which holds them.
-    set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule, as the next.
-    set_requires_all_reduce: Callable[[bool], None]
-
-
 def layers(model: nn.Module) -> list[nn.Module]:
     """Return what is gathered and recomputed one at a time.
 
@@ -138,136 +120,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def never_run(model: nn.Module) -> list[nn.Module]:
     """Return the modules that no forward uses, so that they are never gathered either."""
-    return [module for name, module in model.named_modules() if name in gemma4.NEVER_RUN]
-
-
-def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:
-    """Return the last hidden states, [1, T, H] or this rank's part of the rows.
-
-    The tower's outputs for images stand in place of the embeddings of their tokens. Qwen3-VL adds
-    more of them after the first layers.
-    """
-    if model.routing:
-        model.routing.begin(batch)
-    images = batch.images
-    if images is None:
-        return model.model(
-            input_ids=batch.inputs[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            pack=batch,
-        ).last_hidden_state
-
-    tower = _look(model, batch)
-    language_model = model.model.language_model
-    embedded = language_model.embed_tokens(batch.inputs[None]).squeeze(0)
-    rows = images.rows
-    features = images.features
-    if tp and tp.sequence:  # this rank has a part of the rows only
-        rows = rows - tp.group.rank() * len(embedded)
-        is_here = (rows >= 0) & (rows < len(embedded))
-        rows = rows[is_here]
-        features = features[is_here]
-    seen = tower.pooler_output.flatten(0, -2)
-    values = seen.index_select(0, features).to(embedded.dtype)
-    embedded = embedded.index_copy(0, rows, values)
-
-    more: dict = {}
-    if "deepstack_features" in tower:
-        is_image = embedded.new_zeros(len(embedded), dtype=torch.bool).index_fill(0, rows, True)
-        more["visual_pos_masks"] = is_image[None]
-        more["deepstack_visual_embeds"] = [
-            outputs.index_select(0, features) for outputs in tower.deepstack_features
-        ]
-    if "embed_tokens_per_layer" in language_model._modules:
-        more["per_layer_inputs"] = gemma4.inputs_of_layers(
-            language_model, batch.inputs, images.rows
-        )
-    return language_model(
-        inputs_embeds=embedded[None],
-        position_ids=batch.positions[None]
-        if images.positions is None
-        else images.positions[:, None],
-        use_cache=False,
-        pack=batch,
-        **more,
-    ).last_hidden_state
-
-
-def _look(model: CausalModel, batch: Packed) -> Any:
-    """Return what a tower makes of the images of a batch; `pooler_output` is [..., features, H]."""
-    images = batch.images
-    assert images is not None
-    if images.places is not None:
-        # Not by `get_image_features`, where the host waits for numbers of tokens to split them by.
-        tower = model.model.vision_tower(images.pixels, images.places)
-        tower.pooler_output = model.model.embed_vision(tower.last_hidden_state)
-        return tower
-    if images.grids is None:
-        return model.model.get_image_features(images.pixels)
-    return model.model.visual(images.pixels, grid_thw=images.grids)
-
-
-def packed_forward(
-    self: CausalModel,
-    batch: Packed,
-    entropy_gradient: bool = False,
-    *,
-    tp: TensorParallel | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each target and the entropy of its distribution.
-
-    Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the
-    root gathered.
-
-    Args:
-        self: the model.
-        batch: T packed rows.
-        entropy_gradient: the entropy has a gradient.
-        tp: tensor parallelism of the model.
-        scale: the family multiplies logits by it.
-        softcap: bound of the logits; None: they have none.
-
-    Returns:
-        Both [T], 0 where the target is not in the loss.
-    """
-    hidden = last_hidden(self, batch, tp)
-    if tp:
-        hidden = tp.gather_tokens(hidden)
-    logprobs, entropy = logprob_entropy(
-        hidden.squeeze(0).index_select(0, batch.loss_rows),
-        fsdp.local(self.lm_head.weight),
-        batch.targets[batch.loss_rows],
-        batch.temperature / scale,
-        softcap=softcap,
-        entropy_gradient=entropy_gradient,
-        group=tp.group if tp else None,
-    )
-    zeros = logprobs.new_zeros(len(batch.inputs))
-    return (
-        zeros.index_copy(0, batch.loss_rows, logprobs),
-        zeros.index_copy(0, batch.loss_rows, entropy),
-    )
-
-
-def score_forward(
-    self: CausalModel,
-    batch: Packed,
-    entropy_gradient: bool = False,
-    *,
-    tp: TensorParallel | None,
-) -> tuple[Tensor, None]:
-    """Return the score of what has been read up to each row, in place of `packed_forward`.
-
-    Returns:
-        [T], 0 where the target is not in the loss; and no entropy.
-    """
-    scores = self.score(last_hidden(self, batch, tp))
-    if tp:
-        scores = tp.gather_tokens(scores)
-    return scores.squeeze(0).masked_fill(~batch.loss_mask, 0), None
+    return [module for name, module in model.named_modules() if name in NEVER_RUN]
 
 
 def build_model(
@@ -362,10 +215,10 @@ def _distribute(
     config = model.config
     # `validate_lora` refuses it: a tensor rank's part of the bytes is no matrix of its own.
     assert tp is None or cfg.lora.quantization == "none", "matrices in four bits are cut"
-    ep = ExpertParallel.of(mesh)
-    if ep:
-        checks.check_experts_divide(config, f"{section_of(cfg)}'s mixture", ep.mesh.size())
-        experts.divide(model, ep)
+    if mesh.experts:
+        num_ranks = mesh.experts.experts.size()
+        checks.check_experts_divide(config, f"{section_of(cfg)}'s mixture", num_ranks)
+        experts.divide(model, mesh)
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())
         plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
@@ -390,7 +243,7 @@ def _choose_trained(
     """Give a model on the meta device its adapters, and freeze what is not trained."""
     section = section_of(cfg)
     if cfg.lora.rank:
-        new = frozenset({loading.SCORE} if score else ())
+        new = frozenset({SCORE} if score else ())
         model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section}.lora", new=new)
     if cfg.freeze:
         freeze(model, cfg.freeze, f"{section}.freeze")
@@ -414,7 +267,7 @@ def check_trained(config: PretrainedConfig, cfg: PolicyConfig, *, score: bool = 
 
 def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
     """Fill this rank's shards of what the model does not share, and of its adapters."""
-    if loading.packed_weights(model):
+    if packed_weights(model):
         nf4.check(mesh.device)
     loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
     lora.start(model)
@@ -440,10 +293,30 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
     for p in model.parameters():  # some families make a router's float32, whatever the dtype is
         p.data = p.data.to(dtype)
     delta_net.install(model)
-    gemma4.install(model)
+    for module in model.modules():
+        if "embed_tokens_per_layer" in module._modules:
+            module.get_per_layer_inputs = functools.partial(embed_for_layers, module)
     model.adapters = None
     model.routing = None
     model.shared = set()
-    for b in loading.buffers(model).values():  # rounded to bfloat16 they would choose other experts
+    for b in buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))
     return model
+
+
+def embed_for_layers(text_model: Any, input_ids: Tensor, _: Tensor) -> Tensor:
+    """Return the embeddings of tokens that each layer of Gemma 4 has of its own.
+
+    The library's method counts rows as there are tokens. With sequence parallelism a rank gets its
+    part of them only (parallel/tensor.py).
+
+    Args:
+        text_model: the library's Gemma4TextModel.
+        input_ids: [1, T].
+
+    Returns:
+        [1, T, layers, D], or this rank's part of the rows.
+    """
+    embedded = text_model.embed_tokens_per_layer(input_ids)
+    num_layers = text_model.config.num_hidden_layers
+    return embedded.unflatten(-1, (num_layers, text_model.hidden_size_per_layer_input))

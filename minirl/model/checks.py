@@ -11,11 +11,11 @@ from minirl.config.rl import section_of
 from minirl.model.families import (
     FAMILIES,
     REFUSED,
+    convolution,
     has_experts,
     layer_values,
     mixture_of,
 )
-from minirl.model.hybrid.delta_rule import convolution
 
 # What the kernels of vLLM's CPU build take.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -168,7 +168,7 @@ _DEEPSEEK = Family(
     experts=_EXPERTS,
     sigmoid_router=True,
 )
-# Gated delta nets (model/hybrid/) in most layers. Value heads are a multiple of key heads.
+# Gated delta nets (model/delta_net.py) in most layers. Value heads are a multiple of key heads.
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
     plan=_plan(TEXT, _DELTA_NET),
@@ -452,6 +452,14 @@ def windowed(config: PretrainedConfig) -> bool:
 def reads_images(config: PretrainedConfig) -> bool:
     """Return whether the model has a tower for images."""
     return "vision_config" in config.sub_configs
+
+
+def convolution(config: PretrainedConfig) -> int:
+    """Return over how many rows layers with a state convolve; 0: there are no such layers."""
+    values = config.get_text_config().to_dict()
+    if "linear_attention" not in (values.get("layer_types") or []):
+        return 0
+    return values["linear_conv_kernel_dim"]
 
 
 # What configs call the number of experts of a layer.

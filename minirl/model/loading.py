@@ -16,11 +16,10 @@ from minirl.base.errors import UserError, require
 from minirl.base.reading import read_json
 from minirl.model import families
 from minirl.model.adapters import nf4
+from minirl.model.causal import SCORE, packed_weights, tensors
 from minirl.parallel import fsdp
 from minirl.parallel.regions import CheckpointSlice, intersect, local_region, view_of
-from minirl.parallel.tensor import LORA_A, LORA_B
 
-SCORE = "score.weight"
 # --------------------------------------------------------------------------------------------------
 # MXFP4, in which gpt-oss is published: it is read as bfloat16
 #
@@ -179,46 +178,6 @@ def _check_floats(names: Iterable[str], weights: dict[str, Any], folder: Path) -
 
 # --------------------------------------------------------------------------------------------------
 # a model's weights
-
-
-def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the few buffers that are no function of the config: a router's correction."""
-    persistent = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                persistent[f"{prefix}.{name}"] = buffer
-    return persistent
-
-
-def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model, and the buffers that its files hold, by name."""
-    return dict(model.named_parameters()) | buffers(model)
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that a model's files hold. A tied head appears once, under the embedding's name.
-
-    Adapters are not among it. A weight that is held in four bits is on the meta device.
-    """
-    packed = packed_weights(model)
-    weights = {}
-    for name, t in parameters(model).items():
-        if name in packed:
-            weights[name] = nf4.layout(packed[name], t)
-        elif not name.endswith((LORA_A, LORA_B, nf4.SCALES)):
-            weights[name] = t
-    return weights
-
-
-def packed_weights(model: Any) -> dict[str, nf4.FourBits]:
-    """Return what is known of the weights that are held in four bits, by name."""
-    return model.adapters.packed if model.adapters else {}
 
 
 def share_base(model: Any, base: Any) -> None:

@@ -152,7 +152,7 @@ def _column_parts(module: Any, tp: TensorParallel) -> Forward:
 
 
 def _delta_net(module: Any, tp: TensorParallel) -> Forward:
-    """Keep this rank's heads of a gated delta net (model/hybrid/delta_net.py)."""
+    """Keep this rank's heads of a gated delta net (model/delta_net.py)."""
     size = tp.group.size()
     module.num_k_heads //= size
     module.num_v_heads //= size
@@ -216,7 +216,7 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     """Keep some of the experts of fused tensors [experts, ...].
 
     Tokens of other ranks' experts give 0 here, and the block sums over ranks. To the experts
-    function (model/mixture/experts.py) an index of `num_experts` means no expert.
+    function (model/experts.py) an index of `num_experts` means no expert.
     """
     num_experts = module.num_experts // tp.group.size()
     first = tp.group.rank() * num_experts
@@ -383,7 +383,7 @@ def _find_style(
     style: its string in the plan, or "".
     """
     if style == EXPERTS and all(isinstance(p, DTensor) for p in module._parameters.values()):
-        return None  # expert parallelism has divided them (experts.py)
+        return None  # expert parallelism has divided them (model/experts.py)
     block = blocks.around(name)
     if style == "colwise" and name.endswith(("k_proj", "v_proj")):
         num_heads = module.out_features // model.get_submodule(block).head_dim

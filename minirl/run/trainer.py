@@ -25,7 +25,7 @@ from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
-from minirl.model import loading
+from minirl.model import causal
 from minirl.parallel.mesh import Mesh
 from minirl.plan.page import announce
 from minirl.plan.workload import Workload
@@ -129,7 +129,7 @@ class TrainingRun:
         num_parameters = sum(t.numel() for t in policy.shards().values())
         adapters = ""
         if policy.adapters:
-            num_trained = sum(p.numel() for p in loading.trained(policy.model).values())
+            num_trained = sum(p.numel() for p in causal.trained(policy.model).values())
             adapters = f" and {num_trained / 1e6:.2f}M in adapters, which are trained"
         self.log.say(
             f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)} on {mesh.device.type}, "

@@ -23,9 +23,8 @@ from minirl.batch.attention_plan import RowLayout
 from minirl.config.policy import WHOLE_GRADIENT_BYTES, PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.vision import read_vision
-from minirl.model import build, families, loading
+from minirl.model import build, causal, families, loading
 from minirl.model.adapters import lora
-from minirl.model.hybrid import delta_rule
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
@@ -78,7 +77,7 @@ class Policy:
         self.timer = timer or Timer(mesh.device)
         self.trainable = trainable
         self.score = score
-        self.model: build.CausalModel = build.build_model(
+        self.model: causal.CausalModel = build.build_model(
             cfg,
             folder,
             mesh,
@@ -101,7 +100,7 @@ class Policy:
             context=mesh.context,
             windowed=families.windowed(self.model.config),
             vision=self.vision,
-            convolution=delta_rule.convolution(self.model.config),
+            convolution=families.convolution(self.model.config),
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
@@ -382,12 +381,12 @@ class Policy:
         are held in four bits are on the meta device: `merged` has their values.
         """
         fsdp.reshard(self.model)
-        return loading.tensors(self.model)
+        return causal.tensors(self.model)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's part of the model's parameters, and of the buffers of its files."""
         fsdp.reshard(self.model)
-        return loading.parameters(self.model)
+        return causal.parameters(self.model)
 
     def merged(self) -> Mapping[str, Tensor]:
         """Return what the engine and the files of a model get: `shards`, with adapters merged.

@@ -23,7 +23,7 @@ from minirl.data.vision import Vision
 from minirl.engine import compat
 from minirl.engine.cpu import packed
 from minirl.engine.cpu.delta import patch_delta_nets
-from minirl.model.hybrid.delta_rule import convolution
+from minirl.model.families import convolution
 from minirl.parallel.mesh import Mesh
 
 # Families that the CPU build cannot run, and that nobody would run there: what it lacks.

@@ -1,4 +1,4 @@
-"""Gated delta nets in vLLM's CPU build, by formulas (model/hybrid) that take any weights.
+"""Gated delta nets in vLLM's CPU build, by formulas (model/delta_net.py) that take any weights.
 
 Its own kernels demand bfloat16 and convolutions that are packed once, after loading, where no refit
 reaches them.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minirl.batch.recurrence import span_of
-from minirl.model.hybrid import delta_rule
+from minirl.model import delta_net
 
 
 def patch_delta_nets() -> None:
@@ -56,8 +56,8 @@ def compute(
 
     weight = layer.conv1d.weight.squeeze(1)
     mixed = _convolve(mixed_qkv[here], weight, convolutions, requests)
-    q, k, v = delta_rule.in_heads(layer, mixed)
-    log_decay = delta_rule.decay_formula(a[here], layer.A_log, layer.dt_bias)
+    q, k, v = delta_net.in_heads(layer, mixed)
+    log_decay = delta_net.decay_formula(a[here], layer.A_log, layer.dt_bias)
     before = requests.read(states)
     out, after = _recur(q, k, v, log_decay, b[here].sigmoid(), before, requests.lengths)
     core_attn_out[here] = out
@@ -106,7 +106,7 @@ def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> 
     for pair in zip(before, x.split(requests.lengths.tolist()), strict=True):
         parts.extend(pair)
     rows = torch.cat(parts)
-    out = delta_rule.convolution_formula(rows, weight)
+    out = delta_net.convolution_formula(rows, weight)
 
     stops = np.cumsum(requests.lengths + num_before)
     last = stops[:, None] - num_before + np.arange(num_before)
@@ -145,11 +145,11 @@ def _recur(
     log_decay, log_decay_longer = log_decay[:num_single], log_decay[num_single:]
     rate, rate_longer = rate[:num_single], rate[num_single:]
     before, before_longer = before[:num_single], before[num_single:]
-    out, after = delta_rule.delta_step(q, k, v, log_decay, rate, before)
+    out, after = delta_net.delta_step(q, k, v, log_decay, rate, before)
     if num_single == len(lengths):
         return out, after
     span = span_of(lengths[num_single:], num_single, None, q.device)
-    out_longer, after_longer = delta_rule.delta_rule_formula(
+    out_longer, after_longer = delta_net.delta_rule_formula(
         q_longer, k_longer, v_longer, log_decay_longer, rate_longer, before_longer, span
     )
     return torch.cat([out, out_longer]), torch.cat([after, after_longer])

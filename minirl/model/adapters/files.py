@@ -21,8 +21,8 @@ from minirl.base.errors import UserError, require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import LoraConfig
-from minirl.model import loading
 from minirl.model.adapters.lora import FUSED, is_adapter, weight_of
+from minirl.model.causal import trained
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region, view_of
 from minirl.parallel.tensor import LORA_A, LORA_B
@@ -222,7 +222,7 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
             f"{setting} = {folder} has {name} {there}, and {section}.{name} is {here}; set "
             f"{section}.{name} {there}",
         )
-    fill_trained(loading.trained(model), folder, setting)
+    fill_trained(trained(model), folder, setting)
 
 
 @torch.no_grad()

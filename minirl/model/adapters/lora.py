@@ -104,7 +104,7 @@ def attach(
         _check_layout(module, name, f"{setting}.targets")
         for fused in FUSED:
             _register(module, f"{fused}_", module.get_parameter(fused), adapters, dtype)
-        module.adapters = adapters  # for model/mixture/experts.py
+        module.adapters = adapters  # for model/experts.py
     if cfg.quantization == "nf4":
         _pack_layers(model, adapters, trained_whole, f"{setting}.quantization")
     return adapters
@@ -126,7 +126,7 @@ def _pack_layers(
                 _check_layout(module, module_name, setting)
             here[name] = nf4.pack(module, name, whole_name)
             adapters.packed[whole_name] = here[name]
-        if not is_linear:  # for model/mixture/experts.py
+        if not is_linear:  # for model/experts.py
             module.adapters = adapters
             module.packed = here
         elif here:

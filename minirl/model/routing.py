@@ -35,6 +35,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -298,9 +299,14 @@ class Routing:
         biased: list[Any] = []  # The module that has the bias of each router.
         for block in model.modules():
             for router in block.children():
-                if hasattr(router, "top_k") and not hasattr(router, "experts"):
+                is_gemma4 = type(router).__name__ == "Gemma4TextRouter"
+                if (is_gemma4 or hasattr(router, "top_k")) and not hasattr(router, "experts"):
                     routers.append(router)
                     biased.append(router if hasattr(router, BIAS) else block)
+        for router in routers:
+            if type(router).__name__ == "Gemma4TextRouter":
+                router.num_experts = router.config.num_experts
+                router.forward = partial(gemma4_route, router)
         assert routers, "a mixture has routers"
         self.replays = False
         self.top_k = families.experts_of_token(config.get_text_config())
@@ -388,6 +394,24 @@ class Routing:
         if self.balance.has_loss and torch.is_grad_enabled() and logits.requires_grad:
             weights = WithGradient.apply(weights, logits, self.balance, number, batch.loss_rows)
         return (experts, weights, logits) if is_reversed else (logits, weights, experts)
+
+
+def gemma4_route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts as Gemma 4's router does, which returns probabilities instead of logits.
+
+    Args:
+        router: the library's Gemma4TextRouter.
+        hidden: [T, H].
+
+    Returns:
+        Logits [T, E], weights [T, k] and experts int64 [T, k].
+    """
+    normed = router.norm(hidden) * router.scale * router.scalar_root_size
+    logits = router.proj(normed)
+    probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
+    weights, experts = torch.topk(probabilities, router.top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights * router.per_expert_scale[experts], experts
 
 
 def install(model: nn.Module, cfg: PolicyConfig, num_copies: int) -> Routing | None:
