@@ -23,7 +23,7 @@ from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import join_world
+from minirl.parallel.machines import join_world
 from minirl.run.dump import Dump
 from minirl.types.packed import Trajectory
 

@@ -27,7 +27,8 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.model import build, causal, loading
 from minirl.parallel import fsdp
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.plan.cards import Card
 from minirl.plan.sizes import read_sizes
 from minirl.plan.workload import Load

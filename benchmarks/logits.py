@@ -31,7 +31,8 @@ from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import build
 from minirl.model.logprob import logprob_entropy
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 

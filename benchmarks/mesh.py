@@ -54,7 +54,8 @@ from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig, PolicyConfig, ScratchConfig
 from minirl.model import scratch
 from minirl.parallel import fsdp
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 

@@ -54,7 +54,8 @@ from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Env, Result, SingleTurn, State
 from minirl.envs.registry import EnvMaker
 from minirl.model import scratch
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.sampler import Sampler

@@ -25,7 +25,8 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 

@@ -25,7 +25,8 @@ from benchmarks.growth_rows import (
     write_chats,
     write_prompts,
 )
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 
 
 @dataclass

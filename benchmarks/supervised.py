@@ -24,7 +24,8 @@ from minirl.algo import losses, preference
 from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.train.policy import Policy
 from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory

@@ -30,7 +30,7 @@ from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.model import build, checks, families
 from minirl.model.loading import open_weights
-from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
+from minirl.parallel.machines import check_can_write, errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import make_rewards
@@ -53,7 +53,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     # 1. Find and check what the config names.
     resolve_lengths(cfg)
     validate_sampling(cfg)
-    with errors_of_machines(mesh):
+    with errors_of_all(mesh, same_everywhere=True):
         folder, config, tokenizer, vision = find_model(cfg, mesh)
         code = f"one of env.name = {cfg.env.name}, reward.function = {cfg.reward.function}"
         with limited(cfg, mesh.watch, f"to import {code}, or to make an environment,"):

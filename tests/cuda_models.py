@@ -94,7 +94,8 @@ from minirl.config.rl import RefitConfig  # noqa: E402
 from minirl.config.shared import EngineConfig  # noqa: E402
 from minirl.engine import patches  # noqa: E402
 from minirl.engine.engine import RolloutEngine  # noqa: E402
-from minirl.parallel.mesh import Mesh, join_world  # noqa: E402
+from minirl.parallel.machines import join_world  # noqa: E402
+from minirl.parallel.mesh import Mesh  # noqa: E402
 from minirl.refit.refit import Refit  # noqa: E402
 from minirl.train.policy import Policy  # noqa: E402
 

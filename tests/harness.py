@@ -49,7 +49,7 @@ def _rank(
     )
     import torch.distributed as dist
 
-    from minirl.parallel.mesh import make_mesh
+    from minirl.parallel.machines import arrange, make_world
 
     torch.set_num_threads(1)
     stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115 (open as long as the process is)
@@ -58,7 +58,7 @@ def _rank(
     try:
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        value = function(make_mesh(torch.device("cpu"), parallel), *args)
+        value = function(arrange(make_world(torch.device("cpu")), parallel), *args)
         # Bytes, because tensors in a pipe share memory that dies with this process.
         buffer = io.BytesIO()
         torch.save(value, buffer)

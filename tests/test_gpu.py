@@ -31,7 +31,7 @@ from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
 from minirl.model import build, experts, flash, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
-from minirl.parallel.mesh import join_world, make_mesh
+from minirl.parallel.machines import arrange, join_world, make_world
 from minirl.parallel.offload import HostMemory, Sleeper
 from minirl.train.policy import Policy
 from minirl.types.packed import Context, Options, Trajectory
@@ -78,7 +78,7 @@ def assert_close(got, wanted, share):
 
 def own_mesh():
     if torch.distributed.is_initialized():
-        return make_mesh(torch.device("cuda", 0))
+        return arrange(make_world(torch.device("cuda", 0)))
     return join_world()
 
 

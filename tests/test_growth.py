@@ -10,7 +10,7 @@ import pytest
 from benchmarks import growth
 from benchmarks.growth_law import Bound, Point, powers
 from harness import PRELOAD
-from minirl.parallel.mesh import keep_freed_memory
+from minirl.parallel.machines import keep_freed_memory
 
 # Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They
 # lie so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.

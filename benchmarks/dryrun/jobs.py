@@ -45,7 +45,8 @@ from minirl.data.images import to_url
 from minirl.data.vision import Gemma4Vision, GemmaVision, QwenVision, Vision
 from minirl.model import build, experts, fused, loading
 from minirl.parallel import fsdp
-from minirl.parallel.mesh import Mesh, make_mesh
+from minirl.parallel.machines import arrange, make_world
+from minirl.parallel.mesh import Mesh
 from minirl.parallel.optimizer import dynamic_code
 from minirl.plan.cards import CARDS, Card
 from minirl.plan.workload import Load, LossName
@@ -102,7 +103,7 @@ def _join_alone(world_size: int, parallel: ParallelConfig) -> Mesh:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    mesh = make_mesh(DEVICE, parallel)
+    mesh = arrange(make_world(DEVICE), parallel)
     return LoneMesh(**vars(mesh))
 
 

@@ -134,7 +134,7 @@ def measure_rates() -> None:
 
 
 def check_collectives() -> None:
-    from minirl.parallel.mesh import join_world
+    from minirl.parallel.machines import join_world
 
     began = time.perf_counter()
     mesh = join_world()

@@ -30,7 +30,8 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine, Sampling
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.refit.refit import Refit
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory

@@ -21,7 +21,8 @@ from minirl.algo import losses
 from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import Load
 from minirl.train.policy import Policy
 

@@ -31,7 +31,8 @@ from minirl.config.shared import EngineConfig
 from minirl.engine import patches
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import scratch
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.machines import join_world
+from minirl.parallel.mesh import Mesh
 from minirl.refit.refit import Refit
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory

@@ -28,7 +28,8 @@ from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.parallel.mesh import World, arrange, make_world
+from minirl.parallel.machines import arrange, make_world
+from minirl.parallel.mesh import World
 from minirl.plan.workload import Load
 from minirl.train.policy import Policy
 

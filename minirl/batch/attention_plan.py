@@ -1,4 +1,11 @@
-"""Who sees whom in a packed micro-batch, as blocks of row numbers that attention kernels take."""
+"""Who sees whom in a packed micro-batch, as blocks of row numbers that attention kernels take.
+
+For context parallelism a sequence is cut into 2R chunks for R ranks, and rank r holds the chunks r
+and 2R - 1 - r (a zigzag; Llama 3, arXiv 2407.21783, sec. 3.3.2), so that causal attention costs
+every rank the same. Only attention looks beyond a rank's rows; everything else in a model works
+token by token. Losses are sums over a rank's rows. FSDP's shards run over the context ranks too, so
+FSDP adds their gradients.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -8,7 +15,6 @@ import torch
 from torch import Tensor
 
 from minirl.data.vision import Vision
-from minirl.parallel import context as cp
 from minirl.types.packed import (
     AttentionPlan,
     Block,
@@ -76,6 +82,52 @@ class _Chunk:
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy an array to a device, without waiting for the copy."""
     return torch.from_numpy(values).to(device, dtype, non_blocking=True)
+
+
+def padded(num_rows: int, context: Context | None) -> int:
+    """Return the number of rows of a sequence after padding to whole chunks."""
+    if context is None:
+        return num_rows
+    return num_rows + -num_rows % (2 * context.size)
+
+
+def rows_of_rank(
+    num_rows: int, context: Context | None, rank: int | None = None
+) -> list[np.ndarray]:
+    """Return the rows of a sequence that a rank holds, as one array or two.
+
+    Args:
+        num_rows: rows of the sequence, before padding.
+        context: the ranks that share it; None: all rows are on this rank.
+        rank: the rank that holds them; None: this one.
+    """
+    if context is None:
+        return [np.arange(num_rows)]
+    if rank is None:
+        rank = context.rank
+    rows = np.split(np.arange(padded(num_rows, context)), 2 * context.size)
+    return [rows[rank], rows[-1 - rank]]
+
+
+def gathered_positions(
+    num_rows: int, start: int, rows_per_rank: int, context: Context | None
+) -> np.ndarray:
+    """Return where each row of a sequence is in the gathered rows of all ranks.
+
+    Args:
+        num_rows: rows of the sequence, before padding.
+        start: the row of a rank at which the sequence begins, the same on every rank.
+        rows_per_rank: rows of all sequences on a rank.
+        context: the ranks that share the sequence.
+
+    Returns:
+        int64 [rows after padding].
+    """
+    out = np.empty(padded(num_rows, context), np.int64)
+    for rank in range(context.size if context else 1):
+        rows = np.concatenate(rows_of_rank(num_rows, context, rank))
+        out[rows] = rank * rows_per_rank + start + np.arange(len(rows))
+    return out
 
 
 def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) -> AttentionPlan:
@@ -168,19 +220,19 @@ def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) 
 
 def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
     """Return the chunks of this rank, sequence by sequence."""
-    num_rows_padded = sum(cp.padded(q.num_rows, context) for q in sequences)
+    num_rows_padded = sum(padded(q.num_rows, context) for q in sequences)
     rows_per_rank = num_rows_padded // context.size if context else num_rows_padded
     gathered: Ragged = []  # Where the rows of each sequence are in the gathered keys.
     out = []
     row = 0
     for q in sequences:
-        keys = cp.gathered_positions(q.num_rows, row, rows_per_rank, context)
+        keys = gathered_positions(q.num_rows, row, rows_per_rank, context)
         gathered.append(keys)
         # A prompt's keys without the padding of its last chunks.
         prompt = keys[:0]
         if q.shared is not None:
             prompt = gathered[q.shared][: sequences[q.shared].num_rows]
-        for rows in cp.chunks(q.num_rows, context):
+        for rows in rows_of_rank(q.num_rows, context):
             out.append(
                 _Chunk(
                     rows=np.arange(row, row + len(rows)),

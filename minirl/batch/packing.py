@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.batch.attention_plan import RowLayout, Sequence, build, on_device
+from minirl.batch.attention_plan import RowLayout, Sequence, build, on_device, padded, rows_of_rank
 from minirl.batch.recurrence import build_recurrence
-from minirl.parallel import context as cp
 from minirl.types.packed import Packed, Preference, Sequences, Trajectory, prompt_length
 
 LIVE = -1  # In place of the number of an expert: the trainer's own router chooses.
@@ -60,7 +59,7 @@ def _lay_out(trajectories: list[Trajectory], layout: RowLayout) -> list[Sequence
 
     # 2. As many rows as the ranks can divide.
     num_ranks = context.size if context else 1
-    rows_on_rank = sum(cp.padded(q.num_rows, context) for q in sequences) // num_ranks
+    rows_on_rank = sum(padded(q.num_rows, context) for q in sequences) // num_ranks
     missing = -rows_on_rank % layout.multiple
     if missing % 2 and num_ranks > 1:  # a rank has two equal chunks
         missing += layout.multiple
@@ -121,7 +120,9 @@ def pack(
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
-    positions = [q.start + np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
+    positions = [
+        q.start + np.concatenate(rows_of_rank(q.num_rows, layout.context)) for q in sequences
+    ]
     is_last = [p == len(t.tokens) - 2 for t, p in zip(owners, positions, strict=True)]
     tokens = [t.tokens for t in owners]
     loss_mask = _column(sequences, positions, [t.sampled for t in owners])

@@ -3,8 +3,13 @@
 import numpy as np
 import torch
 
-from minirl.batch.attention_plan import RowLayout, Sequence, on_device
-from minirl.parallel import context as cp
+from minirl.batch.attention_plan import (
+    RowLayout,
+    Sequence,
+    gathered_positions,
+    on_device,
+    padded,
+)
 from minirl.types.packed import CHUNK, Chunks, Recurrence, Span
 
 
@@ -56,12 +61,12 @@ def build_recurrence(
     back = None
     context = layout.context
     if context:
-        on_rank = [cp.padded(q.num_rows, context) // context.size for q in sequences]
+        on_rank = [padded(q.num_rows, context) // context.size for q in sequences]
         rows_per_rank = sum(on_rank)
         in_order = []
         first_row = 0
         for q, num in zip(sequences, on_rank, strict=True):
-            rows = cp.gathered_positions(q.num_rows, first_row, rows_per_rank, context)
+            rows = gathered_positions(q.num_rows, first_row, rows_per_rank, context)
             in_order.append(rows[: q.num_rows])
             first_row += num
         order = np.concatenate(in_order)

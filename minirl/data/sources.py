@@ -42,7 +42,7 @@ from minirl.base.errors import UserError, require
 from minirl.base.reading import is_file, library_reads, parse_json
 from minirl.config.named import GYM, check_source
 from minirl.config.values import read_word
-from minirl.parallel.machines import errors_of_machines
+from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 
 # `datasets` and reasoning-gym take a second each to import, and most runs read JSON lines.
@@ -195,7 +195,7 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
     path = Path(place)
     generator = place.removeprefix(GYM)
     is_generated = place.startswith(GYM)
-    with errors_of_machines(mesh) if mesh else contextlib.nullcontext():
+    with errors_of_all(mesh, same_everywhere=True) if mesh else contextlib.nullcontext():
         check_source(text, setting)
         options, weight = _read_options(query, label)
         name = options.pop("name", "")

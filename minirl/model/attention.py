@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minirl.model import flash, kernels
-from minirl.parallel.context import RingTransfer, gather_keys
+from minirl.parallel.placements import RingTransfer, gather_keys
 from minirl.types.packed import Block, Context, Options, Packed
 
 NAME = "minirl"

@@ -4,7 +4,7 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) is inside torch. Two packages are 
 FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608; package `flash_attn_3`, built from the folder
 hopper/ of its repository) is faster on Hopper GPUs, and flash-attn 2.8 (extra `flash`) knows
 softcaps: Gemma 2. ring-flash-attn (extra `ring`), which has the zigzag layout of
-parallel/context.py, goes around a ring of ranks.
+batch/attention_plan.py, goes around a ring of ranks.
 
 All add up the gradients of queries in any order, but in a fixed one under
 `torch.use_deterministic_algorithms(True)`.

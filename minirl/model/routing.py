@@ -299,14 +299,9 @@ class Routing:
         biased: list[Any] = []  # The module that has the bias of each router.
         for block in model.modules():
             for router in block.children():
-                is_gemma4 = type(router).__name__ == "Gemma4TextRouter"
-                if (is_gemma4 or hasattr(router, "top_k")) and not hasattr(router, "experts"):
+                if hasattr(router, "top_k") and not hasattr(router, "experts"):
                     routers.append(router)
                     biased.append(router if hasattr(router, BIAS) else block)
-        for router in routers:
-            if type(router).__name__ == "Gemma4TextRouter":
-                router.num_experts = router.config.num_experts
-                router.forward = partial(gemma4_route, router)
         assert routers, "a mixture has routers"
         self.replays = False
         self.top_k = families.experts_of_token(config.get_text_config())
@@ -420,5 +415,11 @@ def install(model: nn.Module, cfg: PolicyConfig, num_copies: int) -> Routing | N
     check_routers(config, cfg)
     if not families.has_experts(config):
         return None
+    router: Any
+    for router in model.modules():
+        if type(router).__name__ == "Gemma4TextRouter":
+            router.top_k = router.config.top_k_experts
+            router.num_experts = router.config.num_experts
+            router.forward = partial(gemma4_route, router)
     sigmoid = families.FAMILIES[config.model_type].sigmoid_router
     return Routing(model, cfg, sigmoid=sigmoid, num_copies=num_copies)

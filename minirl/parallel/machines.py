@@ -1,42 +1,220 @@
-"""What must be the same on all machines of a run, checked before anything is loaded.
+"""The ranks of a run on their machines: how they join, and what must be the same everywhere.
 
-A file that only one of them has would end some ranks while the others wait for them.
+What a machine lacks is said before anything is loaded: a file that only one of them has would end
+some ranks while the others wait for them.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from minirl.base.errors import UserError, require
-from minirl.parallel.mesh import World
+from minirl.base.oversight import Oversight
+from minirl.config.policy import ParallelConfig
+from minirl.config.validate import validate_parallel
+from minirl.parallel.mesh import ExpertMesh, Mesh, World
+from minirl.types.packed import Context
+
+# Options of mallopt, from glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+
+
+def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
+    """Join the ranks that torchrun started, and arrange them in a mesh.
+
+    Args:
+        timeout_minutes: how long a collective may wait for the other ranks.
+        parallel: sizes of the mesh's axes; None: all ranks are data-parallel.
+
+    Raises:
+        UserError: the axes do not multiply to the size of the world, or GPUs are missing.
+    """
+    world = open_world(timeout_minutes)
+    check_gpus()
+    return arrange(world, parallel, timedelta(minutes=timeout_minutes))
+
+
+def open_world(
+    timeout_minutes: float = 30.0,
+    watch: Oversight | None = None,
+    store: dist.Store | None = None,
+) -> World:
+    """Join the ranks that torchrun started; without torchrun, be a world of one.
+
+    CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
+
+    Args:
+        timeout_minutes: how long a collective may wait for the other ranks.
+        watch: of this process; None: nobody watches.
+        store: of these ranks; None: the one that torchrun names in the environment.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",  # any free one
+        )
+    timeout = timedelta(minutes=timeout_minutes)
+    if torch.cuda.is_available():
+        # A rank without a GPU of its own joins the others all the same, to be refused with them by
+        # `check_gpus`: alone it would leave those of other machines waiting.
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        # Convolutions of float32 by float32, as matrix products are; torch would take TF32.
+        torch.backends.cudnn.allow_tf32 = False
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        keep_freed_memory()
+        # Share the cores among the ranks of this machine.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node()))
+        backend = "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+    return make_world(device, timeout, watch)
+
+
+def check_gpus() -> None:
+    """Refuse more ranks on this machine than it has GPUs.
+
+    Raises:
+        UserError: so it is.
+    """
+    if not torch.cuda.is_available():
+        return
+    num_ranks = ranks_of_node()
+    num_gpus = torch.cuda.device_count()
+    require(
+        num_ranks <= num_gpus,
+        f"{num_ranks} ranks on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}, and each rank "
+        f"needs one: start it by torchrun --nproc-per-node {num_gpus}",
+    )
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for what it allocates next.
+
+    By default glibc returns large buffers to the system, and page faults cost a tenth of a step.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def ranks_of_node() -> int:
+    """Return how many ranks the launcher has started on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def make_world(
+    device: torch.device, timeout: timedelta | None = None, watch: Oversight | None = None
+) -> World:
+    """Return the world of an initialised default process group. Collective."""
+    if device.type == "cuda":
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        host_group = dist.distributed_c10d._get_default_group()
+    return World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        host_group=host_group,
+        store=dist.distributed_c10d._get_default_store(),
+        watch=watch or Oversight(),
+    )
+
+
+def arrange(
+    world: World, parallel: ParallelConfig | None = None, timeout: timedelta | None = None
+) -> Mesh:
+    """Arrange the ranks of a world in a mesh. Collective.
+
+    Raises:
+        UserError: the axes do not multiply to the size of the world.
+    """
+    parallel = parallel or ParallelConfig()
+    world_size = world.world_size
+    validate_parallel(parallel, world_size)
+    # To parameters the context axis is more of dp_shard. One axis for both, because torch
+    # deprecates slices with a flattened axis in them.
+    num_shards = world_size // (parallel.replicate * parallel.tensor)
+    whole = init_device_mesh(
+        world.device.type,
+        (parallel.replicate, num_shards, parallel.tensor),
+        mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
+    )
+    experts = None
+    if parallel.experts > 1:
+        expert_axes = init_device_mesh(
+            world.device.type,
+            (
+                parallel.replicate,
+                num_shards * parallel.tensor // parallel.experts,
+                parallel.experts,
+            ),
+            mesh_dim_names=("dp_replicate", "efsdp", "ep"),
+        )
+        experts = ExpertMesh(_fsdp_axes(expert_axes, "efsdp"), expert_axes["ep"])
+    context = None
+    if parallel.context > 1:
+        # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
+        ranks = torch.arange(world_size).view(-1, parallel.context, parallel.tensor)
+        group, _ = dist.new_subgroups_by_enumeration(
+            ranks.mT.flatten(0, 1).tolist(), timeout=timeout
+        )
+        context = Context(
+            group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
+        )
+    return Mesh(
+        rank=world.rank,
+        world_size=world_size,
+        device=world.device,
+        host_group=world.host_group,
+        store=world.store,
+        watch=world.watch,
+        fsdp=_fsdp_axes(whole, "dp_shard_cp"),
+        context=context,
+        tensor=whole["tp"],
+        experts=experts,
+    )
+
+
+def _fsdp_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
+    """Return the axes that FSDP uses: those of replicas, if there are any, and of shards."""
+    return mesh[("dp_replicate", shard)] if mesh["dp_replicate"].size() > 1 else mesh[shard]
+
+
+# --------------------------------------------------------------------------------------------------
+# what must be the same
 
 
 @contextlib.contextmanager
-def errors_of_all(world: World) -> Iterator[None]:
-    """Raise the UserError of a rank in the block on every rank: that of the lowest. Collective."""
-    message = None
-    try:
-        yield
-    except UserError as error:
-        message = str(error)
-    raise_first(world.gather(message))
+def errors_of_all(world: World, *, same_everywhere: bool = False) -> Iterator[None]:
+    """Raise the UserError of a rank in the block on every rank: that of the lowest. Collective.
 
-
-def raise_first(messages: list[str | None]) -> None:
-    """Raise UserError with the first message; None: the rank has no error."""
-    for message in messages:
-        if message is not None:
-            raise UserError(message)
-
-
-@contextlib.contextmanager
-def errors_of_machines(world: World) -> Iterator[None]:
-    """Raise the UserError of a rank in the block on all, and say where it is one. Collective.
-
-    For a block that does the same on every rank. An error that not all ranks have is of a machine.
+    Args:
+        world: the ranks.
+        same_everywhere: the block does the same on every rank, so that an error that not all of
+            them have is one of a machine, which the message names.
     """
     message = None
     try:
@@ -48,7 +226,7 @@ def errors_of_machines(world: World) -> Iterator[None]:
     if not failed:
         return
     text = by_rank[failed[0]]
-    if len(failed) < world.world_size:
+    if same_everywhere and len(failed) < world.world_size:
         hosts = world.gather(socket.gethostname())
         good = [rank for rank in range(world.world_size) if rank not in failed]
         text = (

@@ -1,7 +1,6 @@
 """Several torch optimizers as one, and where their state is kept between steps."""
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from minirl.config.policy import PolicyConfig
 from minirl.parallel.fsdp import local
 from minirl.parallel.offload import HostMemory
-from minirl.parallel.regions import split_by_size
 
 BLOCK = 256  # Elements that share a scale.
 # Parameters below this many elements (norms, biases) keep a full state: nothing to save there.
@@ -78,17 +76,30 @@ class Optimizer:
 
     def step(self) -> None:
         """Step all parts. Collective, if one of them is."""
-        limit = math.inf if self.rest == "device" else self.elements_at_once
         for part in self.parts:
             groups = part.param_groups
             for group in groups:
-                for params in split_by_size(group["params"], Tensor.numel, limit):
+                for params in self._at_once(group["params"]):
                     # A torch optimizer steps what is in its groups.
                     part.param_groups = [{**group, "params": params}]
                     self._restore(part, params)
                     part.step()
                     self._store(part, params)
             part.param_groups = groups
+
+    def _at_once(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters as lists of those that are stepped at the same time."""
+        if self.rest == "device":
+            return [params]
+        lists: list[list[Tensor]] = [[]]
+        num_elements = 0
+        for p in params:
+            if lists[-1] and num_elements + p.numel() > self.elements_at_once:
+                lists.append([])
+                num_elements = 0
+            lists[-1].append(p)
+            num_elements += p.numel()
+        return lists
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:

@@ -14,11 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from minirl.base.errors import UserError
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
+from minirl.types.packed import Context
 
 # Axes, and the settings of their sizes.
 _SETTINGS = {"tp": "parallel.tensor", "ep": "parallel.experts"}
@@ -115,6 +123,44 @@ class AllToAll(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         """Give the gradients back."""
         return AllToAll.apply(grad, ctx.group), None
+
+
+def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all ranks, [T, Hkv, D] -> [R T, Hkv, D], by one collective.
+
+    Its backward is a reduce-scatter.
+    """
+    both = torch.stack([k, v], dim=1)
+    keys, values = move(both, context.group, Shard(0), Replicate(), grad=Partial()).unbind(1)
+    return keys, values
+
+
+class RingTransfer:
+    """Tensors on their way to the next rank of the ring, while the previous rank's arrive."""
+
+    def __init__(self, tensors: list[Tensor], context: Context):
+        """Begin to send `tensors`, and to receive as many of the same shapes."""
+        self._sent = [t.contiguous() for t in tensors]  # kept until they have arrived
+        self._received = []
+        self._works = []
+        for sent in self._sent:
+            received = torch.empty_like(sent)
+            self._received.append(received)
+            num_received = [0] * context.size
+            num_received[context.rank - 1] = len(sent)  # rank 0 receives from the last one
+            num_sent = [0] * context.size
+            num_sent[(context.rank + 1) % context.size] = len(sent)
+            self._works.append(
+                dist.all_to_all_single(
+                    received, sent, num_received, num_sent, context.group, async_op=True
+                )
+            )
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the previous rank's tensors, and return them."""
+        for work in self._works:
+            work.wait()
+        return self._received
 
 
 # --------------------------------------------------------------------------------------------------

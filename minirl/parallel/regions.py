@@ -6,9 +6,9 @@ to every rank.
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from minirl.parallel.mesh import Mesh
-
-Item = TypeVar("Item")
 
 
 class Region(NamedTuple):
@@ -96,24 +94,6 @@ def view_of(t: Any, region: Region, origin: tuple[int, ...] | None = None) -> Te
         for start, size, first in zip(*region, origin, strict=True)
     )
     return t[slices]
-
-
-def split_by_size(
-    items: Iterable[Item], size: Callable[[Item], float], limit: float
-) -> Iterator[list[Item]]:
-    """Split a sequence into consecutive parts with sizes that add up to at most `limit`.
-
-    An item that is larger than the limit is a part of its own.
-    """
-    part: list[Item] = []
-    total = 0.0
-    for item in items:
-        if part and total + size(item) > limit:
-            yield part
-            part, total = [], 0.0
-        part.append(item)
-        total += size(item)
-    yield part
 
 
 # --------------------------------------------------------------------------------------------------

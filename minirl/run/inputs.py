@@ -55,9 +55,9 @@ from minirl.parallel.machines import (
     check_same,
     check_shared,
     errors_of_all,
-    errors_of_machines,
+    ranks_of_node,
 )
-from minirl.parallel.mesh import Mesh, ranks_of_node
+from minirl.parallel.mesh import Mesh
 from minirl.rewards.first_call import try_rewards
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
@@ -109,7 +109,7 @@ class Inputs:
             num_ranks = cfg.engine.tensor_parallel_size
             check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh)
 
-        with errors_of_machines(mesh):
+        with errors_of_all(mesh, same_everywhere=True):
             # 2. Code of the user: environment, rewards, estimator and loss.
             code = (
                 f"one of env.name = {cfg.env.name}, reward.function = {cfg.reward.function}, "

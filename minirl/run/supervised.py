@@ -23,8 +23,8 @@ from minirl.data.examples import Chats, to_examples
 from minirl.data.formats import open_examples
 from minirl.data.tokenizer import stop_token_ids
 from minirl.model import build, checks
-from minirl.parallel.machines import errors_of_machines
-from minirl.parallel.mesh import Mesh, ranks_of_node
+from minirl.parallel.machines import errors_of_all, ranks_of_node
+from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import supervised_workload
 from minirl.run.inputs import (
     Inputs,
@@ -73,7 +73,7 @@ class SupervisedTrainer(BaseTrainer):
             train, held_out = load_splits(open_examples, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
-            with errors_of_machines(mesh):
+            with errors_of_all(mesh, same_everywhere=True):
                 files = find_model(cfg, max_tokens, mesh.watch, chats=has_chats)
                 checks.check_experts(
                     {"policy": files.config},

@@ -32,8 +32,8 @@ from minirl.base.files import DISK_FAILURES
 from minirl.base.log import say
 from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
-from minirl.parallel.machines import check_same, errors_of_machines
-from minirl.parallel.mesh import Mesh, arrange, check_gpus, open_world
+from minirl.parallel.machines import arrange, check_gpus, check_same, errors_of_all, open_world
+from minirl.parallel.mesh import Mesh
 from minirl.supervise.watch import NUM_FRAMES, Watch, leave, this_process
 
 JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that sets it.
@@ -74,7 +74,7 @@ def run(
         gc.enable()
         world = open_world(minutes, watch, open_attempt_store(timeout))
         watch.join(world.store, world.rank, world.gather(this_process()))
-        with errors_of_machines(world):
+        with errors_of_all(world, same_everywhere=True):
             if mistake:
                 raise mistake
             check_gpus()

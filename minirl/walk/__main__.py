@@ -37,7 +37,7 @@ def main() -> None:
     # Imports of ten seconds, which the process that starts the ranks does not need.
     import torch.distributed as dist
 
-    from minirl.parallel.mesh import join_world
+    from minirl.parallel.machines import join_world
     from minirl.walk.step import Walk
 
     mesh = join_world()
