@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minirl.model import flash, kernels
+from minirl.model import kernels
 from minirl.parallel.placements import RingTransfer, gather_keys
 from minirl.types.packed import Block, Context, Options, Packed
 
@@ -89,11 +89,7 @@ def packed_attention(
     ring = context if context and context.ring and not window else None
     if context and not ring:
         k, v = gather_keys(k, v, context)
-    plain = softcap is None and s_aux is None
-    if ring and plain and kernels.can_flash(q, options) and flash.ring_kernel():
-        out = flash.ring_attention(q, k, v, blocks[0], scale, ring)
-    else:
-        out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
+    out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
     return out[None, ..., :num_values], None
 
 

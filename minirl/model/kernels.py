@@ -24,7 +24,7 @@ def can_flash(q: Tensor, options: Options) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and head_dim <= 256
         and head_dim % 8 == 0
-        and (options.softcap is None or flash.choose(q, options.softcap) is not None)
+        and options.softcap is None
     )
 
 
@@ -55,7 +55,7 @@ def forward(
                 *inputs, 0.0, block.causal and bias is None, attn_mask=bias, scale=options.scale
             )
         else:
-            out, lse = eager_forward(*inputs, bias, options)
+            out, lse = flash.eager_forward(*inputs, bias, options)
         outs.append(_rows(out))
         lses.append(_rows(lse))
     return _in_order(outs, block), _in_order(lses, block)
@@ -106,7 +106,7 @@ def backward(
                 *tensors, 0.0, block.causal and bias is None, attn_mask=bias, scale=options.scale
             )
         else:
-            parts = eager_backward(*tensors, bias, options)
+            parts = flash.eager_backward(*tensors, bias, options)
         for total, part, index in zip(gradients, parts, (r.queries, r.keys, r.keys), strict=True):
             rows = _rows(part)
             if index.first is None:
@@ -161,74 +161,3 @@ def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor 
 
 def _cpu_can(q: Tensor, options: Options) -> bool:
     return q.device.type == "cpu" and options.softcap is None
-
-
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """Return scores [B, Hkv, H / Hkv, Lq, Lk], and the derivative of the softcap.
-
-    In float32, or float64 for float64 queries.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _grouped(q, k).to(wide) @ k.unsqueeze(2).to(wide).mT * options.scale
-    slope = scores.new_ones(())
-    if options.softcap is not None:
-        tanh = (scores / options.softcap).tanh()
-        scores = options.softcap * tanh
-        slope = 1 - tanh**2
-    if bias is not None:
-        scores = scores + bias.unsqueeze(2)
-    return scores, slope
-
-
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """Group heads by the key-value head that they share, [B, H, ...] -> [B, Hkv, H / Hkv, ...]."""
-    return x.unflatten(1, (k.shape[1], -1))
-
-
-def eager_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Compute the formula, where no kernel can: a softcap, float32 on CUDA, heads above 256.
-
-    All Lq x Lk scores are in memory at once.
-
-    Args:
-        q: queries [B, H, Lq, D].
-        k: keys [B, Hkv, Lk, D].
-        v: values [B, Hkv, Lk, D].
-        bias: [B or 1, 1, Lq or 1, Lk], added to the scores; None: every query sees all keys.
-        options: of the layer.
-
-    Returns:
-        The output [B, H, Lq, D], and the log-sum-exp [B, H, Lq] of the scores.
-    """
-    scores, _ = _scores(q, k, bias, options)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp_() @ v.unsqueeze(2).to(scores.dtype)
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
-
-
-def eager_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, the gradients of `eager_forward`.
-
-    dout, out and lse are of the whole attention, of which this may be a part.
-    """
-    scores, slope = _scores(q, k, bias, options)
-    p = (scores - _grouped(lse, k)[..., None]).exp_()
-    do = _grouped(dout, k).to(p.dtype)
-    dp = do @ v.unsqueeze(2).to(p.dtype).mT
-    do_out = (do * _grouped(out, k)).sum(-1, keepdim=True)
-    ds = p * (dp - do_out) * slope * options.scale
-    dq = (ds @ k.unsqueeze(2).to(p.dtype)).flatten(1, 2)
-    dk = (ds.mT @ _grouped(q, k).to(p.dtype)).sum(2)
-    dv = (p.mT @ do).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
