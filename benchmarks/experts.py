@@ -1,4 +1,4 @@
-"""What expert parallelism costs and saves, by the arithmetic with which it is refused.
+"""What expert parallelism costs and saves, by arithmetic.
 
     python -m benchmarks.experts         # the table of minirl/parallel/README.md
 
@@ -6,8 +6,6 @@ Of a micro-batch with activation checkpointing, on nodes of 8 GPUs. Nothing is m
 """
 
 from benchmarks.fits import MODELS
-from minirl.config.policy import ParallelConfig
-from minirl.model.families import mixture_of
 from minirl.plan.sizes import read_sizes
 
 TOKENS = 16384  # Of a rank.
@@ -29,20 +27,21 @@ def row(name: str, nodes: int, experts: int) -> str:
     """Return a row of the table."""
     config = MODELS[name]
     shape = read_sizes(config.to_dict())
-    mixture = mixture_of(config)
-    assert mixture
-    parallel = ParallelConfig(experts=experts)
+    of_layer = config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
     num_ranks = nodes * PER_NODE
     rest = num_ranks // experts
-    in_experts = shape.num_layers * mixture.expert_parameters
+    in_experts = shape.num_layers * of_layer
     others = shape.parameters - in_experts
 
     compute = 8 * shape.active_parameters * TOKENS / (TFLOPS * 1e12)
     of_others = (2 + 2 + 4) * others * (1 - 1 / num_ranks)
-    of_experts = shape.num_layers * mixture.gather_bytes(experts) * (1 - 1 / rest)
+    # bfloat16 in forward and backward, and float32 gradients.
+    of_experts = (2 + 2 + 4) * in_experts / experts * (1 - 1 / rest)
     moved = of_others + of_experts
     gathers = seconds_of(of_others, num_ranks) + seconds_of(of_experts, rest, experts)
-    travel = shape.num_layers * TOKENS * mixture.travel_bytes(parallel)
+    # bfloat16, there and back: forward, recomputed and backward. 1 / experts of a token's are here.
+    of_token = 6 * config.num_experts_per_tok * config.hidden_size * 2 * (1 - 1 / experts)
+    travel = shape.num_layers * TOKENS * of_token
     waited = seconds_of(travel, experts)
     total = max(compute + waited, gathers)
     whole = 4 * (others + in_experts / experts)

@@ -485,16 +485,6 @@ def test_tensor_parallel_sizes_that_split_a_head_are_refused_with_those_that_wor
     assert message.endswith(f"use one of {usable}")
 
 
-def test_heads_that_cannot_share_key_value_heads_are_refused():
-    config = AutoConfig.for_model(
-        "llama", num_attention_heads=3, num_key_value_heads=2, hidden_size=48
-    )
-    with pytest.raises(
-        UserError, match="num_attention_heads = 3 is not a multiple of num_key_value_heads = 2"
-    ):
-        checks.check_supported(config, "policy.model = x")
-
-
 @pytest.mark.parametrize(
     "content",
     ["{not json", "{}", '{"model_type": "nonsense"}'],

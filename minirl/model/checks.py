@@ -14,53 +14,13 @@ from minirl.model.families import (
     convolution,
     has_experts,
     layer_values,
-    mixture_of,
+    number_of_experts,
 )
 
 # What the kernels of vLLM's CPU build take.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_LATENT_ON_CPU = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 # Kinds of rotary positions where `max_position_embeddings` includes their factor already.
 _FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")
-# What every config has, and where the trainer or the engine would divide by it.
-_SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "intermediate_size",
-    "head_dim",
-    "max_position_embeddings",
-    "vocab_size_per_layer_input",
-    "n_shared_experts",
-)
-_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
-# Of layers and heads, which are built or counted one after the other. Models have some hundreds.
-_MOST = 10_000
-_COUNTS = ("num_hidden_layers", "num_layers", "depth", "num_attention_heads", "num_heads")
-GB = 1e9
-
-
-def check_counts(values: dict, where: str) -> None:
-    """Refuse a config with so many layers or heads that building them would not end.
-
-    Args:
-        values: a config.json, or a part of it.
-        where: the file, for messages.
-
-    Raises:
-        UserError: a number of layers or heads is too large.
-    """
-    for name, value in values.items():
-        if isinstance(value, dict):
-            check_counts(value, where)
-        is_too_large = name in _COUNTS and isinstance(value, int) and value > _MOST
-        require(
-            not is_too_large,
-            f"{where}: {name} = {value} is more than {_MOST}; take the config.json that belongs to "
-            "the weights",
-        )
 
 
 def check_supported(
@@ -82,71 +42,35 @@ def check_supported(
     Raises:
         UserError: the config breaks one of the rules below.
     """
-    _check_config(config, where)
-
-    # What the engine does not run, or computes in another way than the trainer.
-    family = FAMILIES[config.model_type]
-    if device == "cpu":
-        _check_engine_on_cpu(config, where)
-    if device:
-        _check_engine_values(config, where)
-
-    for name, num_tokens in family.engine_agrees_to(config).items():
-        require(
-            not num_tokens or max_model_len <= num_tokens,
-            f"{where}: engine.max_model_len = {max_model_len} is above {name} = {num_tokens}, "
-            f"beyond which vLLM computes another {config.model_type} than the trainer; lower the "
-            "lengths",
-        )
-
-    _check_heads(config, where, tensor_parallel)
-
-
-def _check_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
+    # 1. What the trainer cannot compute, packed, as the library does it unpacked.
     why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
     require(
         config.model_type in FAMILIES,
         f"{where}: family {config.model_type!r} is not supported{why}; "
         f"supported are {', '.join(FAMILIES)}",
     )
-
+    family = FAMILIES[config.model_type]
     values = config.get_text_config().to_dict()
-    _check_sizes(values, where)
-
     require(
         "quantization_config" not in values,
         f"{where} is quantised; train the unquantised checkpoint",
     )
-
-    family = FAMILIES[config.model_type]
     window = values.get("sliding_window")
     require(
         not window or not family.refuses_windows,
         f"{where}: sliding_window = {window} with family {config.model_type!r}: "
         f"{family.refuses_windows}",
     )
-
-    activation = values.get("hidden_act")
     require(
-        not convolution(config) or activation in ("silu", "swish"),
-        f"{where}: hidden_act = {activation!r}, and gated delta nets are computed with silu alone; "
-        "take a model that has it",
-    )
-
-    bidirectional = values.get("use_bidirectional_attention")
-    require(
-        not bidirectional or bidirectional == "vision",
+        values.get("use_bidirectional_attention") in (None, False, "vision"),
         f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
         "packed attention is causal",
     )
-
     require(
         values.get("clip_qkv") is None,
         f"{where}: clip_qkv = {values.get('clip_qkv')} cuts queries and keys in place, so that "
         "gradients are wrong where activations are recomputed; take a model without it",
     )
-
     parameters = values.get("rope_parameters") or {}
     for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
         if isinstance(rope, dict):
@@ -157,93 +81,32 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
                 "packed with; use a checkpoint with another rope_type",
             )
 
-
-def _check_sizes(values: dict, where: str) -> None:
-    """Refuse sizes that are no numbers above 0, or that do not fit one another."""
-    needed = ["hidden_size", "num_hidden_layers", "vocab_size"]
-    if values.get("enable_moe_block"):
-        needed += _OF_EXPERTS
-    for name in (*_SIZES, *_OF_EXPERTS):
-        size = values.get(name)
-        if size is None and name not in needed:
-            continue  # some families have no such size
-        require(
-            type(size) is int and 0 < size < 2**31,
-            f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
-            "the config.json that belongs to the weights",
-        )
-
-    layers = values["num_hidden_layers"]
-    kinds = values.get("layer_types")
-    require(
-        kinds is None or len(kinds) == layers,
-        f"{where}: layer_types in its config.json has {len(kinds or [])} layers, and "
-        f"num_hidden_layers = {layers}; make them equal",
-    )
-
-    for size in layer_values(values, "head_dim"):
-        require(
-            size > 0 and size % 2 == 0,
-            f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
-            "use 32, 64 or 128",
-        )
-
-    value_dim = values.get("v_head_dim") or 0
-    query_dim = sum(values.get(f"qk_{part}_head_dim") or 0 for part in ("nope", "rope"))
-    require(
-        not query_dim or value_dim <= query_dim,
-        f"{where}: v_head_dim = {value_dim} in its config.json is above qk_nope_head_dim + "
-        f"qk_rope_head_dim = {query_dim}, and no kernel has values larger than queries; take "
-        "another model",
-    )
-
-
-def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
-    """Refuse what vLLM's CPU build does not run."""
-    values = config.get_text_config().to_dict()
-    for name, size in _LATENT_ON_CPU.items():
-        require(
-            values.get(name, size) == size,
-            f"{where}: {name} = {values.get(name)}, and vLLM's CPU build has latent attention for "
-            f"{size} alone; take another model, or a CUDA device, or train this one without an "
-            "engine (minirl.sft, dpo, kto, rm)",
-        )
+    # 2. What the engine does not run, or computes in another way than the trainer.
     for head_dim in layer_values(values, "head_dim"):
         require(
-            head_dim in _HEAD_DIMS_ON_CPU,
+            device != "cpu" or head_dim in _HEAD_DIMS_ON_CPU,
             f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
             f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
             "policy.scratch.head_dim",
         )
-
-
-def _check_engine_values(config: PretrainedConfig, where: str) -> None:
-    """Refuse config values that vLLM's class reads in another way than the library's."""
-    values = config.get_text_config().to_dict()
-    for name, wanted in FAMILIES[config.model_type].engine_values(config).items():
+    for name, wanted in family.engine_values(config).items() if device else ():
         value = values.get(name, wanted)  # some versions of the library have the constant, too
         require(
             value == wanted,
             f"{where}: with {name} = {value} vLLM computes another {config.model_type} than the "
             f"trainer; both agree with {wanted}: train a model that has it",
         )
-
-
-def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> None:
-    """Refuse numbers of heads that do not fit one another or the ranks of an engine."""
-    values = config.get_text_config().to_dict()
-    heads = values["num_attention_heads"]
-    all_kv_heads = layer_values(values, "num_key_value_heads")
-    named = ", ".join(map(str, all_kv_heads))
-    for kv_heads in all_kv_heads:
+    for name, num_tokens in family.engine_agrees_to(config).items():
         require(
-            heads % kv_heads == 0,
-            f"{where}: num_attention_heads = {heads} is not a multiple of "
-            f"num_key_value_heads = {kv_heads}",
+            not num_tokens or max_model_len <= num_tokens,
+            f"{where}: engine.max_model_len = {max_model_len} is above {name} = {num_tokens}, "
+            f"beyond which vLLM computes another {config.model_type} than the trainer; lower the "
+            "lengths",
         )
-
     # vLLM gives each rank whole heads. Key-value heads are split or, where there are fewer of them
     # than ranks, replicated.
+    heads = values["num_attention_heads"]
+    all_kv_heads = layer_values(values, "num_key_value_heads")
     works = [
         n
         for n in range(1, heads + 1)
@@ -252,8 +115,8 @@ def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> 
     require(
         tensor_parallel in works,
         f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
-        f"num_attention_heads = {heads} and num_key_value_heads = {named} of {where}; "
-        f"use one of {', '.join(map(str, works))}",
+        f"num_attention_heads = {heads} and num_key_value_heads = "
+        f"{', '.join(map(str, all_kv_heads))} of {where}; use one of {', '.join(map(str, works))}",
     )
 
 
@@ -326,24 +189,19 @@ def check_experts_divide(config: PretrainedConfig, role: str, num_ranks: int) ->
     Raises:
         UserError: the number does not divide that of the experts.
     """
-    mixture = mixture_of(config)
-    if mixture is None:
+    if not has_experts(config):
         return
-    experts = mixture.num_experts
+    name, experts = number_of_experts(config)
     works = [str(n) for n in range(1, experts + 1) if experts % n == 0]
     require(
         experts % num_ranks == 0,
-        f"parallel.experts = {num_ranks} does not divide {mixture.number} = {experts} of the "
-        f"{role}; use {', '.join(works)}",
+        f"parallel.experts = {num_ranks} does not divide {name} = {experts} of the {role}; use "
+        f"{', '.join(works)}",
     )
 
 
 def check_experts(
-    models: dict[str, PretrainedConfig],
-    parallel: ParallelConfig,
-    *,
-    ranks_of_node: int,
-    tokens_per_rank: int,
+    models: dict[str, PretrainedConfig], parallel: ParallelConfig, ranks_of_node: int
 ) -> None:
     """Refuse expert parallelism that cannot work, or that does not pay.
 
@@ -351,7 +209,6 @@ def check_experts(
         models: configs of the run's models, by their roles, such as policy.
         parallel: the axes.
         ranks_of_node: ranks on a node.
-        tokens_per_rank: of a micro-batch.
 
     Raises:
         UserError: no model has experts, they cannot be divided, or their ranks are on more than
@@ -360,32 +217,20 @@ def check_experts(
     num_ranks = parallel.experts
     if num_ranks == 1:
         return
-    mixtures = {role: mixture_of(config) for role, config in models.items()}
-    found = [(role, mixture) for role, mixture in mixtures.items() if mixture]
     families = [f"{role} {config.model_type}" for role, config in models.items()]
     require(
-        found,
+        any(map(has_experts, models.values())),
         f"parallel.experts = {num_ranks} divides the experts of mixtures, and no model here has "
         f"any ({', '.join(families)}); set it to 1",
     )
     for role, config in models.items():
         check_experts_divide(config, role, num_ranks)
-
-    is_inside = ranks_of_node % num_ranks == 0
-    role, mixture = found[0]
-    tokens = tokens_per_rank // parallel.tensor
-    works = [n for n in range(1, ranks_of_node + 1) if ranks_of_node % n == 0]
-    works = [n for n in works if mixture.num_experts % n == 0]
-    travel = mixture.travel_bytes(parallel)
+    works = [str(n) for n in range(1, num_ranks) if ranks_of_node % n == num_ranks % n == 0]
     require(
-        is_inside or parallel.experts_across_nodes,
+        ranks_of_node % num_ranks == 0 or parallel.experts_across_nodes,
         f"parallel.experts = {num_ranks} does not fit into nodes of {ranks_of_node} ranks, so that "
-        f"tokens would travel between nodes: {travel / 1e3:.0f} kB a token and layer of the {role} "
-        f"(6 * num_experts_per_tok {mixture.experts_of_token} * hidden_size {mixture.hidden} * "
-        f"2 bytes), {travel * tokens / GB:.2f} GB for the {tokens} tokens of a rank, for which "
-        f"computation waits. With parallel.experts = {works[-1]} tokens stay on a node, and FSDP "
-        f"moves {mixture.gather_bytes(works[-1]) / GB:.2f} GB a layer between nodes while other "
-        f"layers compute. Use {', '.join(map(str, works))}, or add --parallel.experts-across-nodes",
+        "tokens would travel between nodes in every layer, and computation would wait for them; "
+        f"use {', '.join(works)}, or add --parallel.experts-across-nodes",
     )
 
 

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.base.errors import require
-from minirl.config.policy import ParallelConfig
 from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -466,35 +465,6 @@ def convolution(config: PretrainedConfig) -> int:
 NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-class Mixture(NamedTuple):
-    """Sizes of the layers of a mixture."""
-
-    number: str  # Of experts, as the config calls it.
-    num_experts: int
-    experts_of_token: int
-    hidden: int
-    expert_parameters: int  # Of all experts of a layer.
-
-    def travel_bytes(self, parallel: ParallelConfig) -> float:
-        """Return the bytes that a rank sends for each of its tokens in a layer and step.
-
-        bfloat16: there and back, forward, recomputed and backward. A token goes to its experts,
-        of which 1 / `parallel.experts` are here.
-        """
-        elsewhere = 1 - 1 / parallel.experts
-        return 6 * self.experts_of_token * self.hidden * 2 * elsewhere
-
-    def gather_bytes(self, num_ranks: int) -> float:
-        """Return the bytes that FSDP moves to and from a rank for the experts of a layer.
-
-        In a micro-batch: bfloat16 in forward and backward, and float32 gradients.
-
-        Args:
-            num_ranks: that divide the experts.
-        """
-        return (2 + 2 + 4) * self.expert_parameters / num_ranks
-
-
 def experts_of_token(text: Any) -> int:
     """Return how many experts a token gets in each layer, by the config of a mixture's text part.
 
@@ -512,20 +482,10 @@ def experts_of_token(text: Any) -> int:
     return number[0]
 
 
-def mixture_of(config: PretrainedConfig) -> Mixture | None:
-    """Return the sizes of a mixture, None for a model without experts."""
-    if not has_experts(config):
-        return None
-    text = config.get_text_config()
-    values = text.to_dict()
-    number = next(name for name in NUMBERS if name in FAMILIES[config.model_type].divided)
-    num_experts = getattr(text, number)  # some configs keep it under another name
-    width = values.get("moe_intermediate_size") or values["intermediate_size"]
-    hidden = values["hidden_size"]
-    return Mixture(
-        number=number,
-        num_experts=num_experts,
-        experts_of_token=experts_of_token(text),
-        hidden=hidden,
-        expert_parameters=num_experts * 3 * hidden * width,
-    )
+def number_of_experts(config: PretrainedConfig) -> tuple[str, int]:
+    """Return what the config of a mixture calls the number of experts of a layer, and that number.
+
+    Some configs keep it under another name.
+    """
+    name = next(name for name in NUMBERS if name in FAMILIES[config.model_type].divided)
+    return name, getattr(config.get_text_config(), name)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minirl.base.errors import UserError, require
 from minirl.base.reading import read_json
@@ -20,44 +20,12 @@ from minirl.model.causal import SCORE, packed_weights, tensors
 from minirl.parallel import fsdp
 from minirl.parallel.regions import CheckpointSlice, intersect, local_region, view_of
 
-# --------------------------------------------------------------------------------------------------
-# MXFP4, in which gpt-oss is published: it is read as bfloat16
-#
-# A weight is one of 16 values times a power of two that 32 neighbours share: OCP Microscaling
-# Formats (MX) Specification 1.0, sec. 5. Every such number is one of bfloat16's, so that nothing is
-# rounded. They are trained, exported and given to the engine in bfloat16.
-
+# gpt-oss is published in MXFP4 and read as bfloat16. A weight is one of 16 values times a power of
+# two that 32 neighbours share (OCP Microscaling Formats (MX) Specification 1.0, sec. 5), so that
+# nothing is rounded.
 MXFP4_BLOCKS = "_blocks"  # Ends the name of the values, two in a byte.
 MXFP4_SCALES = "_scales"  # Ends the name of the exponents.
 BLOCK = 32  # Weights that share an exponent.
-EXPONENT_BIAS = 127
-# By the four bits of a value, its sign first.
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
-
-
-def forget_mxfp4(config: PretrainedConfig) -> PretrainedConfig:
-    """Remove from a config, in place, that its files are in MXFP4, and return it."""
-    quantization = vars(config).get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
-        del config.quantization_config
-    return config
-
-
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the values of blocks.
-
-    Args:
-        blocks: uint8 [.., B, 16]: 32 values each; of a byte, the lower four bits come first.
-        scales: exponents, uint8 [.., B].
-
-    Returns:
-        bfloat16 [.., 32 B].
-    """
-    table = torch.tensor(VALUES)
-    pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    exponents = scales.int()[..., None] - EXPONENT_BIAS
-    return torch.ldexp(table[pairs.int()], exponents).flatten(-2).bfloat16()
 
 
 class Mxfp4Weight:
@@ -78,24 +46,13 @@ class Mxfp4Weight:
         num_experts, rows, num_blocks, _ = self.blocks.get_shape()
         return [num_experts, num_blocks * BLOCK, rows]
 
-    def get_dtype(self) -> str:
-        """Return what the values become, by safetensors' name."""
-        return "BF16"
-
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Read a region, and what else is in its blocks. `index`: slices with start and stop."""
         experts, columns, rows = index
         first = columns.start // BLOCK
         place = (experts, rows, slice(first, math.ceil(columns.stop / BLOCK)))
-        values = dequantise_mxfp4(self.blocks[place], self.scales[place])
-        return values[..., columns.start - first * BLOCK : columns.stop - first * BLOCK].mT
-
-
-# --------------------------------------------------------------------------------------------------
-# safetensors
-
-# What weights may be, by the names of safetensors.
-FLOATS = ("F16", "BF16", "F32", "F64")
+        values = convert_moe_packed_tensors(self.blocks[place], self.scales[place])
+        return values[:, columns.start - first * BLOCK : columns.stop - first * BLOCK]
 
 
 def open_weights(folder: Path) -> dict[str, Any]:
@@ -135,49 +92,13 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         read = read_json(index, "policy.model:")
         file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
-        files: list[Any] = (
-            list(file_of_weight.values()) if isinstance(file_of_weight, dict) else [None]
-        )
         require(
-            all(isinstance(file, str) for file in files),
+            isinstance(file_of_weight, dict),
             f"policy.model: {index} has no weight_map of names and files; write it as "
             "save_pretrained does, or remove it",
         )
-        return sorted({folder / file for file in files})
+        return sorted({folder / str(file) for file in file_of_weight.values()})
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def file_of(weight: str, folder: Path) -> Path:
-    """Return the file of a model's folder that a weight is in; it must be in one."""
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            if not {weight, weight + MXFP4_BLOCKS}.isdisjoint(file.keys()):
-                return path
-    raise KeyError(weight)
-
-
-def _check_floats(names: Iterable[str], weights: dict[str, Any], folder: Path) -> None:
-    """Refuse weights that are no floating-point numbers of 16 bits or more.
-
-    Args:
-        names: the names of the weights that are wanted.
-        weights: what `open_weights` returned.
-        folder: the model's folder.
-
-    Raises:
-        UserError: for the first; integers without their scales would be copied as they are.
-    """
-    for name in names:
-        dtype = weights[name].get_dtype()
-        if dtype not in FLOATS:  # Only then is the file looked for: that opens all of them.
-            raise UserError(
-                f"policy.model = {folder}: {name} in {file_of(name, folder)} is of dtype {dtype}; "
-                f"take a model that is not quantized, with weights of {', '.join(FLOATS)}"
-            )
-
-
-# --------------------------------------------------------------------------------------------------
-# a model's weights
 
 
 def share_base(model: Any, base: Any) -> None:
@@ -249,8 +170,6 @@ def load_weights(
         f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
     )
 
-    _check_floats(in_model, weights, folder)
-
     # 2. Each rank fills its shards.
     allocate(model, device, cpu_offload=cpu_offload)
     packed = packed_weights(model)
@@ -260,12 +179,12 @@ def load_weights(
         if name in packed:
             whole = torch.empty(t.shape, dtype=t.dtype)
             fill_shard(whole, slices[name], weights)
-            _check_finite(whole, slices[name], folder)
+            check_finite(name, whole, folder)
             bits, scales = (model.get_parameter(p) for p in (name, f"{name}_{nf4.SCALES}"))
             nf4.fill(packed[name], whole.to(device), bits, scales)
         elif name in slices:
             fill_shard(t, slices[name], weights)
-            _check_finite(t, slices[name], folder)
+            check_finite(name, t, folder)
         else:
             t.zero_()
 
@@ -296,30 +215,22 @@ def is_finite(t: Tensor) -> bool:
     return bool(t.isfinite().all()) or (t.ndim == 0 and not t.isnan())
 
 
-def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> None:
-    """Raise UserError if this rank has read NaN or infinity, naming the weight and its file.
+def check_finite(name: str, t: Tensor, folder: Path) -> None:
+    """Refuse a parameter of which this rank has read NaN or infinity.
 
     Args:
-        t: a parameter, filled.
-        slices: what it is made of in files.
-        folder: that was read.
+        name: the parameter's name.
+        t: the parameter, filled.
+        folder: the folder that was read.
+
+    Raises:
+        UserError: so it is.
     """
-    read = fsdp.local(t)
-    if is_finite(read):
-        return
-    shard = local_region(t)
-    for part in slices:
-        common = intersect(part.region, shard)
-        if common is None:
-            continue
-        values = view_of(read, common, shard.offset)
-        num_wrong = int((~values.isfinite()).sum())
-        require(
-            not num_wrong,
-            f"policy.model = {folder}: {part.name} in {file_of(part.name, folder)} has NaN or "
-            f"infinity at {num_wrong} of {values.numel()} places; nothing can be learnt from "
-            "there, so take another checkpoint",
-        )
+    require(
+        is_finite(fsdp.local(t)),
+        f"policy.model = {folder}: {name} has NaN or infinity; nothing can be learnt from there, "
+        "so take another checkpoint",
+    )
 
 
 def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
@@ -332,7 +243,18 @@ def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool)
     """
     own = torch.device("cpu") if cpu_offload else device
     model._apply(lambda t: torch.empty_like(t, device=own) if t.is_meta else t)
-    _init_buffers(model, device)
+    # Rotary frequencies and the like are in no checkpoint.
+    for p in model.parameters():
+        p._is_hf_initialized = True  # or they would be drawn again
+    # A tower is a model with its own rules. It comes after the model that it is in.
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            for module in part.modules():
+                if module._buffers:
+                    part._init_weights(module)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
@@ -345,18 +267,3 @@ def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]
         target = view_of(fsdp.local(t), common, shard.offset)
         values = view_of(weights[part.name], part.to_file(common))
         target.copy_(part.from_file(values))
-
-
-def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute rotary frequencies and the like, which are in no checkpoint."""
-    for p in model.parameters():
-        p._is_hf_initialized = True  # or they would be drawn again
-    # A tower is a model with its own rules. It comes after the model that it is in.
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            for module in part.modules():
-                if module._buffers:
-                    part._init_weights(module)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)

@@ -205,12 +205,7 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
     build.check_trained(policy.config, cfg.policy)
     build.check_trained(critic, cfg.critic, score=True)
     check_routers(cfg, policy.config, critic)
-    checks.check_experts(
-        configs,
-        cfg.parallel,
-        ranks_of_node=ranks_of_node(),
-        tokens_per_rank=cfg.tokens_per_rank,
-    )
+    checks.check_experts(configs, cfg.parallel, ranks_of_node())
     return folders
 
 

@@ -75,12 +75,8 @@ class SupervisedTrainer(BaseTrainer):
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_all(mesh, same_everywhere=True):
                 files = find_model(cfg, max_tokens, mesh.watch, chats=has_chats)
-                checks.check_experts(
-                    {"policy": files.config},
-                    cfg.parallel,
-                    ranks_of_node=ranks_of_node(),
-                    tokens_per_rank=cfg.tokens_per_rank,
-                )
+                models = {"policy": files.config}
+                checks.check_experts(models, cfg.parallel, ranks_of_node())
             build.check_trained(files.config, cfg.policy, score=self.task.score_head)
             checks.check_routers(files.config, cfg.policy)
             check_same_models(cfg, {"policy": files.folder}, mesh)
