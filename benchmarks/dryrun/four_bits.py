@@ -54,7 +54,6 @@ def pretend() -> None:
     """Let the weights of this process be dequantised without bitsandbytes."""
     library: Any = nf4
     library._library = lambda: _Library
-    library.check = lambda device: None
 
 
 def allocate(model: Any, device: torch.device) -> None:

@@ -27,7 +27,7 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.model import attention, checks, delta_net, experts, families, fused, loading, routing
-from minirl.model.adapters import lora, nf4
+from minirl.model.adapters import lora
 from minirl.model.adapters.files import is_adapter_folder, read_adapter
 from minirl.model.causal import (
     SCORE,
@@ -35,7 +35,6 @@ from minirl.model.causal import (
     ScoreHead,
     buffers,
     packed_forward,
-    packed_weights,
     score_forward,
 )
 from minirl.model.freeze import freeze
@@ -265,8 +264,6 @@ def check_trained(config: PretrainedConfig, cfg: PolicyConfig, *, score: bool = 
 
 def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
     """Fill this rank's shards of what the model does not share, and of its adapters."""
-    if packed_weights(model):
-        nf4.check(mesh.device)
     loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
     lora.start(model)
     if model.adapters and cfg.lora.adapter:

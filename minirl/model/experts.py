@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from minirl.model.adapters import nf4
-from minirl.model.adapters.lora import product
+from minirl.model.adapters import lora, nf4
 from minirl.model.families import FUSED
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.placements import Forward, Layout, shard_all
-from minirl.parallel.tensor import LORA_A, LORA_B
 
 NAME = "minirl"
 # Multiply(x, weight, ends), as `_one_by_one` has it.
@@ -111,40 +109,19 @@ def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply
         ends: where the rows of each expert end, int64 [E].
         multiply: multiplies x by the matrices of all experts.
     """
-    multiply = partial(multiply, ends=ends)
-    parameters = module._parameters
-    base = [parameters[name]]
-    packed = None
-    if base[0].dtype == torch.uint8:  # in four bits
-        base.append(parameters[f"{name}_{nf4.SCALES}"])
-        packed = module.packed[name]
-    elif module.is_transposed:
-        base = [base[0].mT]
-    a = parameters.get(f"{name}_{LORA_A}")
-    if a is not None and module.adapters.on:
-        b = parameters[f"{name}_{LORA_B}"]
-        y = product(x, a, b, module.adapters.scale, multiply, packed, *base)
-    elif packed:
-        y = nf4.product(x, base[0], base[1], packed, multiply)
+    function = partial(multiply, ends=ends)
+    if module.is_transposed:
+        y = function(x, module._parameters[name].mT)
     else:
-        y = multiply(x, base[0])
+        y = lora.multiply(module, name, x, function)
     if module.has_bias:
-        y = y + _biases(parameters[f"{name}_bias"], ends, len(x))
+        # Of each row's expert, 0 in rows of no expert: by a product, because its backward sums in a
+        # fixed order.
+        biases = module._parameters[f"{name}_bias"]
+        rows = torch.arange(len(x), device=ends.device)[:, None]
+        is_of_expert = (rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))
+        y = y + is_of_expert.to(biases.dtype) @ biases
     return y
-
-
-def _biases(biases: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """Return the bias of each row's expert, [N, out], 0 in rows of no expert.
-
-    Args:
-        biases: [E, out].
-        ends: as in `_one_by_one`.
-        num_rows: N.
-    """
-    rows = torch.arange(num_rows, device=ends.device)[:, None]
-    is_of_expert = (rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))
-    # A product, because its backward sums in a fixed order.
-    return is_of_expert.to(biases.dtype) @ biases
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

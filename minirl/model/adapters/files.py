@@ -127,23 +127,12 @@ def describe(model: nn.Module, cfg: LoraConfig, base: Path) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": _shortened(modules, model),
+        "target_modules": modules,
         "modules_to_save": sorted(whole) or None,
     }
     if parameters:  # an older PEFT does not know them
         described["target_parameters"] = parameters
     return described
-
-
-def _shortened(modules: list[str], model: nn.Module) -> list[str]:
-    """Return the last parts of names, if they mean the same linears, or else the names."""
-    last_parts = sorted({name.rpartition(".")[2] for name in modules})
-    meant = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in last_parts
-    ]
-    return last_parts if sorted(meant) == sorted(modules) else modules
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,10 +226,31 @@ def fill_trained(trained: Mapping[str, Tensor], folder: Path, setting: str) -> N
     Raises:
         UserError: the file holds others, or cannot be read.
     """
+    place = f"{setting} = {folder}"
     with _opened(folder, setting) as file:
-        _check_names(trained, set(file.keys()), f"{setting} = {folder}")
+        there = set(file.keys())
+        wanted = {name_in_file(name) for name in trained}
+        missing = sorted(wanted - there)
+        extra = sorted(there - wanted)
+        require(
+            not missing and not extra,
+            f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
+            f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
+            "policy.model and policy.lora.targets as it was trained",
+        )
         for name, p in trained.items():
-            _fill(name, p, file.get_tensor(name_in_file(name)), f"{setting} = {folder}")
+            t = file.get_tensor(name_in_file(name))
+            expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
+            require(
+                list(t.shape) == expected,
+                f"{place} is an adapter of another base: {name_in_file(name)} is {list(t.shape)}, "
+                f"and the model needs {expected}; set policy.model to its base",
+            )
+            require(
+                bool(t.isfinite().all()),
+                f"{place}: {name_in_file(name)} has NaN or infinity; take another adapter",
+            )
+            local(p).copy_(view_of(from_file(name, t, p.shape), local_region(p)))
 
 
 @contextlib.contextmanager
@@ -275,31 +285,3 @@ def read_names(folder: Path, setting: str) -> tuple[list[str], list[str]]:
         else:
             whole.append(name.removeprefix(PREFIX))
     return sorted(modules), whole
-
-
-def _check_names(trained: Mapping[str, Tensor], there: set[str], place: str) -> None:
-    """Refuse files that hold others than the trained parameters. Raises UserError."""
-    wanted = {name_in_file(name) for name in trained}
-    missing = sorted(wanted - there)
-    extra = sorted(there - wanted)
-    require(
-        not missing and not extra,
-        f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
-        f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
-        "policy.model and policy.lora.targets as it was trained",
-    )
-
-
-def _fill(name: str, p: Tensor, t: Tensor, place: str) -> None:
-    """Copy this rank's part of a tensor of the file. Raises UserError for another shape."""
-    expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
-    require(
-        list(t.shape) == expected,
-        f"{place} is an adapter of another base: {name_in_file(name)} is {list(t.shape)}, and the "
-        f"model needs {expected}; set policy.model to its base",
-    )
-    require(
-        bool(t.isfinite().all()),
-        f"{place}: {name_in_file(name)} has NaN or infinity; take another adapter",
-    )
-    local(p).copy_(view_of(from_file(name, t, p.shape), local_region(p)))

@@ -93,44 +93,51 @@ def attach(
         if name in trained_whole:
             p.data = p.data.to(dtype)
     adapters = Adapters(cfg.rank, cfg.scale)
+    adapted = []
     for name in target_names(model, cfg.targets, f"{setting}.targets"):
-        module = model.get_submodule(name)
-        if any(p.requires_grad for p in module.parameters()):
-            continue  # It is trained whole.
-        if isinstance(module, nn.Linear):
-            _register(module, "", module.weight, adapters, dtype)
-            module.forward = partial(_forward, module, adapters)  # type: ignore[method-assign]
-            continue
-        _check_layout(module, name, f"{setting}.targets")
-        for fused in FUSED:
-            _register(module, f"{fused}_", module.get_parameter(fused), adapters, dtype)
-        module.adapters = adapters  # for model/experts.py
+        if not any(p.requires_grad for p in model.get_submodule(name).parameters()):
+            adapted.append(name)  # Else it is trained whole.
+    packed = []
     if cfg.quantization == "nf4":
-        _pack_layers(model, adapters, trained_whole, f"{setting}.quantization")
+        packed = target_names(model, ["all-linear"], f"{setting}.quantization")
+    for module_name in dict.fromkeys([*adapted, *packed]):
+        module: Any = model.get_submodule(module_name)
+        module.adapters = adapters
+        module.packed = {}
+        weights = ("weight",)
+        if isinstance(module, nn.Linear):
+            module.forward = partial(_forward, module)
+        else:
+            weights = FUSED
+            require(
+                not module.is_transposed,
+                f"{setting}: the experts {module_name} are [experts, in, out] (gpt_oss), to which "
+                "adapters and four bits do not apply; give targets attention, and leave "
+                "quantization at none",
+            )
+        for name in weights:
+            if module_name in adapted:
+                _register(module, name, adapters, dtype)
+            whole_name = f"{module_name}.{name}"
+            if module_name in packed and whole_name not in trained_whole:
+                module.packed[name] = nf4.pack(module, name, whole_name)
+                adapters.packed[whole_name] = module.packed[name]
     return adapters
 
 
-def _pack_layers(
-    model: PreTrainedModel, adapters: Adapters, trained_whole: set[str], setting: str
-) -> None:
-    """Let the matrices of the language model's layers be held in four bits."""
-    for module_name in target_names(model, ["all-linear"], setting):
-        module: Any = model.get_submodule(module_name)
-        is_linear = isinstance(module, nn.Linear)
-        here: dict[str, FourBits] = {}
-        for name in ("weight",) if is_linear else FUSED:
-            whole_name = f"{module_name}.{name}"
-            if whole_name in trained_whole:
-                continue
-            if not is_linear:
-                _check_layout(module, module_name, setting)
-            here[name] = nf4.pack(module, name, whole_name)
-            adapters.packed[whole_name] = here[name]
-        if not is_linear:  # for model/experts.py
-            module.adapters = adapters
-            module.packed = here
-        elif here:
-            module.forward = partial(_packed_forward, module, adapters, here["weight"])
+def _register(module: nn.Module, name: str, adapters: Adapters, dtype: torch.dtype) -> None:
+    """Give a module A and B for a weight [..., out, in], not filled."""
+    weight = module.get_parameter(name)
+    *experts, num_out, num_in = weight.shape
+    shapes = {LORA_A: (adapters.rank, num_in), LORA_B: (num_out, adapters.rank)}
+    for which, shape in shapes.items():
+        values = torch.empty(*experts, *shape, dtype=dtype, device=weight.device)
+        module.register_parameter(adapter_of(name, which), nn.Parameter(values))
+
+
+def adapter_of(weight: str, which: str) -> str:
+    """Return the name of A or B of a module's weight, as `which` (LORA_A, LORA_B) says."""
+    return which if weight == "weight" else f"{weight}_{which}"
 
 
 def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> list[str]:
@@ -176,49 +183,38 @@ def _matches(name: str, target: str) -> bool:
     return last == target and not in_tower
 
 
-def _check_layout(module: Any, name: str, setting: str) -> None:
-    require(
-        not module.is_transposed,
-        f"{setting}: the experts {name} are [experts, in, out] (gpt_oss), to which adapters and "
-        "four bits do not apply; give attention, and leave quantization at none",
-    )
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    """Stand in for the forward of a linear that has an adapter, or is held in four bits."""
+    return multiply(module, "weight", x, F.linear, bias=module.bias)
 
 
-def _register(
-    module: nn.Module, prefix: str, weight: Tensor, adapters: Adapters, dtype: torch.dtype
-) -> None:
-    """Give a module A and B for a weight [..., out, in], not filled."""
-    *experts, num_out, num_in = weight.shape
-    shapes = {LORA_A: (adapters.rank, num_in), LORA_B: (num_out, adapters.rank)}
-    for name, shape in shapes.items():
-        values = torch.empty(*experts, *shape, dtype=dtype, device=weight.device)
-        module.register_parameter(prefix + name, nn.Parameter(values))
-
-
-def _forward(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor:
-    """Stand in for the forward of a linear that has an adapter."""
-    if not adapters.on:
-        return F.linear(x, module.weight, module.bias)
-    return _adapted(module, adapters, x, None, module.weight)
-
-
-def _packed_forward(module: nn.Linear, adapters: Adapters, packed: FourBits, x: Tensor) -> Tensor:
-    """Stand in for the forward of a linear that is held in four bits."""
-    scales = module._parameters[f"weight_{nf4.SCALES}"]
-    assert scales is not None
-    if adapters.on and LORA_A in module._parameters:
-        return _adapted(module, adapters, x, packed, module.weight, scales)
-    y = nf4.product(x, module.weight, scales, packed, F.linear)
-    return y if module.bias is None else y + module.bias
-
-
-def _adapted(
-    module: nn.Linear, adapters: Adapters, x: Tensor, packed: FourBits | None, *base: Tensor
+def multiply(
+    module: Any, name: str, x: Tensor, function: Multiply, bias: Tensor | None = None
 ) -> Tensor:
-    """Return what a linear with an adapter makes of x. `packed`, `base`: as `product` has them."""
-    parameters: dict = module._parameters
-    a, b = parameters[LORA_A], parameters[LORA_B]
-    return product(x, a, b, adapters.scale, F.linear, packed, *base, bias=module.bias)
+    """Multiply by a weight of a module, whichever it is held in, with its adapter if it has one.
+
+    Args:
+        module: a linear, or the experts of a layer; with an adapter or four bits as `attach` left
+            it.
+        name: the weight's name in the module.
+        x: [.., in].
+        function: multiplies x by the weight.
+        bias: [out], of a linear; `function` is `F.linear` then.
+    """
+    parameters = module._parameters
+    base = [parameters[name]]
+    packed = None
+    if base[0].dtype == torch.uint8:  # in four bits
+        base.append(parameters[f"{name}_{nf4.SCALES}"])
+        packed = module.packed[name]
+    a = parameters.get(adapter_of(name, LORA_A))
+    if a is not None and module.adapters.on:
+        b = parameters[adapter_of(name, LORA_B)]
+        return product(x, a, b, module.adapters.scale, function, packed, *base, bias=bias)
+    if packed:
+        y = nf4.product(x, base[0], base[1], packed, function)
+        return y if bias is None else y + bias
+    return function(x, base[0]) if bias is None else F.linear(x, base[0], bias)
 
 
 @torch.no_grad()
@@ -375,37 +371,32 @@ class Merged(Mapping[str, Tensor]):
             if name.endswith(LORA_B):
                 weight = weight_of(name)
                 a = parameters[name.removesuffix(LORA_B) + LORA_A]
-                self.factors[weight] = self._needed(shards[weight], b, a)
-
-    def _needed(self, shard: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Return those rows of B and columns of A that a shard needs. Collective."""
-        (*experts, row, column), (*num_experts, num_rows, num_columns) = local_region(shard)
-        whole_b, whole_a = _whole(b), _whole(a)
-        if experts:
-            here = slice(experts[0], experts[0] + num_experts[0])
-            whole_b, whole_a = whole_b[here], whole_a[here]
-        rows = whole_b[..., row : row + num_rows, :].clone()
-        columns = whole_a[..., column : column + num_columns].clone()
-        return rows, columns
+                # Those rows of B and columns of A that this rank's shard needs.
+                (*experts, row, column), (*num, rows, columns) = local_region(shards[weight])
+                whole_b, whole_a = _whole(b), _whole(a)
+                if experts:
+                    here = slice(experts[0], experts[0] + num[0])
+                    whole_b, whole_a = whole_b[here], whole_a[here]
+                self.factors[weight] = (
+                    whole_b[..., row : row + rows, :].clone(),
+                    whole_a[..., column : column + columns].clone(),
+                )
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         """Return a shard, merged, in the dtype of the base."""
         shard = self.shards[name]
-        values = self._base(name)
+        packed = self.adapters.packed.get(name)
+        if packed:
+            scales = self.parameters[f"{name}_{nf4.SCALES}"]
+            values = nf4.shard(packed, self.parameters[name], scales, self.read)
+        else:
+            values = self.read(local(shard))
         if name in self.factors:
             values = merge(values, *self.factors[name], self.adapters.scale)
         if not isinstance(shard, DTensor):
             return values
         return nf4.like(shard, values, shard.shape)
-
-    def _base(self, name: str) -> Tensor:
-        """Return this rank's part of a weight without its adapter."""
-        if name not in self.adapters.packed:
-            return self.read(local(self.shards[name]))
-        bits = self.parameters[name]
-        scales = self.parameters[f"{name}_{nf4.SCALES}"]
-        return nf4.shard(self.adapters.packed[name], bits, scales, self.read)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the weights."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import require
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region, view_of
 
@@ -44,26 +44,6 @@ def _library() -> Any:
     # It warns on CPUs that it could be faster by kernels from a hub.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return importlib.import_module("bitsandbytes.functional")
-
-
-def check(device: torch.device) -> None:
-    """Raise UserError if weights in four bits cannot be computed with on a device."""
-    library = _library()
-    try:
-        quantised, state = _quantise(library, torch.ones(1, BLOCK, device=device))
-        library.dequantize_4bit(quantised, state)
-    except (RuntimeError, NotImplementedError) as error:
-        version = importlib.import_module("bitsandbytes").__version__
-        raise UserError(
-            f"lora.quantization = nf4: bitsandbytes {version} has no kernel for the device "
-            f"{device} ({error}); install one that has, or leave it at none"
-        ) from error
-
-
-def _quantise(library: Any, weight: Tensor) -> tuple[Tensor, Any]:
-    return library.quantize_4bit(
-        weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
-    )
 
 
 @dataclass
@@ -129,7 +109,9 @@ def fill(packed: FourBits, weight: Tensor, bits: Tensor, scales: Tensor) -> None
     library = _library()
     if weight.dtype == torch.float64:  # which the library does not know
         weight = torch.empty_like(weight, dtype=torch.float32).copy_(weight)
-    all_bits, state = _quantise(library, weight)
+    all_bits, state = library.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+    )
     packed.nested = state.state2.absmax
     packed.code = state.state2.code
     packed.offset = state.offset
