@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import fnmatch
+import itertools
 import json
 import math
 import os
@@ -18,7 +20,7 @@ from benchmarks.dryrun.kinds import BASE, END, MIDDLE, START
 from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.model import build
-from minirl.model.freeze import patterns_of
+from minirl.model.freeze import names_in_files
 from minirl.plan.costs import Cost, CostModel, Training
 
 
@@ -103,7 +105,10 @@ def _job(training: Training, folder: Path, config: PretrainedConfig) -> dict[str
     # Patterns of layers that are not there would be refused.
     score = training.loss in ("value", "reward")
     model = build.make_meta_model(config, torch.float32, score=score)
-    policy["freeze"] = patterns_of(model, training.policy.freeze)
+    weights = list(itertools.chain.from_iterable(names_in_files(model).values()))
+    policy["freeze"] = [
+        pattern for pattern in training.policy.freeze if fnmatch.filter(weights, pattern)
+    ]
     policy["lora"]["adapter"] = ""  # Its values do not matter.
     # As the size of the whole model decides it.
     policy["accumulate"] = "whole" if CostModel(training).keeps_whole else "sharded"

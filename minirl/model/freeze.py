@@ -40,13 +40,20 @@ def frozen_names(model: PreTrainedModel, patterns: list[str], setting: str) -> s
         UserError: a pattern matches nothing, all of them match everything, or they match some of
             the weights that are one parameter here (the experts of a layer).
     """
-    in_files = _names_in_files(model)
+    in_files = names_in_files(model)
     all_weights = list(itertools.chain.from_iterable(in_files.values()))
     matched: set[str] = set()
     for pattern in patterns:
         found = [weight for weight in all_weights if fnmatchcase(weight, pattern)]
         if not found:
-            _refuse_unknown(pattern, all_weights, setting)
+            # Names and the modules that they are of, because a pattern usually names a module.
+            parts = [weight.split(".") for weight in all_weights]
+            known = {".".join(part[: i + 1]) for part in parts for i in range(len(part))}
+            close = difflib.get_close_matches(pattern.strip("*."), sorted(known), cutoff=0.5)
+            raise UserError(
+                f"{setting}: {pattern!r} matches no weight of the model; close names are "
+                f"{', '.join(close or all_weights[:1])} (for a module write it with .* at its end)"
+            )
         matched.update(found)
 
     frozen = set()
@@ -68,17 +75,7 @@ def frozen_names(model: PreTrainedModel, patterns: list[str], setting: str) -> s
     return frozen
 
 
-def patterns_of(model: PreTrainedModel, patterns: list[str]) -> list[str]:
-    """Return those of the patterns that match a weight of this model."""
-    all_weights = list(itertools.chain.from_iterable(_names_in_files(model).values()))
-    return [
-        pattern
-        for pattern in patterns
-        if any(fnmatchcase(weight, pattern) for weight in all_weights)
-    ]
-
-
-def _names_in_files(model: PreTrainedModel) -> dict[str, list[str]]:
+def names_in_files(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return, by parameter of the model, the weights in files that it is made of.
 
     The matrices of experts are weights of their own there.
@@ -88,19 +85,3 @@ def _names_in_files(model: PreTrainedModel) -> dict[str, list[str]]:
         slices = families.checkpoint_slices(model.config, name, p.shape)
         in_files[name] = [part.name for part in slices]
     return in_files
-
-
-def _refuse_unknown(pattern: str, weights: list[str], setting: str) -> None:
-    """Raise the UserError of a pattern that matches nothing, with names that are like it."""
-    wanted = pattern.strip("*").strip(".")
-    # Names and the modules that they are of, because a pattern usually names a module.
-    modules: set[str] = set()
-    for weight in weights:
-        parts = weight.split(".")
-        modules.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    close = difflib.get_close_matches(wanted, sorted(modules), n=3, cutoff=0.5)
-    close = close or [weights[0], weights[-1]]
-    raise UserError(
-        f"{setting}: {pattern!r} matches no weight of the model; close names are "
-        f"{', '.join(close)} (for a module write it with .* at its end)"
-    )

@@ -75,7 +75,14 @@ def shard(
         shard_placement_fn=partial(_placement, ranks=mesh.size(-1)),
     )
     if experts_mesh:
-        _prefetch(layers, experts or [])
+        # A layer begins to gather its experts, and the next layer, when it begins to compute. FSDP
+        # gathers ahead because the host runs ahead of the device, and expert parallelism makes the
+        # host wait in each layer.
+        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        for number, layer in enumerate(sharded):
+            inside = set(layer.modules())
+            within = [x for x, _ in inner if isinstance(x, FSDPModule) and x in inside]
+            layer.set_modules_to_forward_prefetch([*within, *sharded[number + 1 : number + 2]])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -90,19 +97,6 @@ def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
     """
     by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
     return Shard(1) if by_rows else None
-
-
-def _prefetch(layers: list[nn.Module], experts: list[nn.Module]) -> None:
-    """Let a layer begin to gather its experts, and the next layer, when it begins to compute.
-
-    FSDP gathers ahead because the host runs ahead of the device. Expert parallelism makes the host
-    wait in each layer.
-    """
-    sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
-    for number, layer in enumerate(sharded):
-        inside = set(layer.modules())
-        own = [module for module in experts if isinstance(module, FSDPModule) and module in inside]
-        layer.set_modules_to_forward_prefetch([*own, *sharded[number + 1 : number + 2]])
 
 
 def reshard(model: nn.Module) -> None:

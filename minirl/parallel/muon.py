@@ -65,44 +65,43 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters that have a gradient. Collective."""
+        rounds = []
         for group in self.param_groups:
             matrices = [p for p in group["params"] if p.grad is not None]
             matrices.sort(key=lambda p: p.numel() * min(p.shape[-2:]), reverse=True)
             for first in range(0, len(matrices), self.mesh.world_size):
-                self._round(matrices[first : first + self.mesh.world_size], group)
+                rounds.append((group, matrices[first : first + self.mesh.world_size]))
+        for group, matrices in rounds:
+            dtype = matrices[0].dtype
+            if self.mesh.device.type == "cuda" and dtype == torch.float32:
+                dtype = torch.bfloat16
+            # 1. This rank's gradients go into its momentum; the shards are Nesterov's directions.
+            shards = []
+            for p in matrices:
+                assert p.grad is not None  # `step` takes no others
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                grad = local(p.grad)
+                buffer = local(state["momentum_buffer"])
+                buffer.lerp_(grad, 1 - group["momentum"])
+                shards.append(grad.lerp(buffer, group["momentum"]).to(self.mesh.device, dtype))
 
-    def _round(self, matrices: list[nn.Parameter], group: dict) -> None:
-        """Update at most one matrix for each rank."""
-        dtype = matrices[0].dtype
-        if self.mesh.device.type == "cuda" and dtype == torch.float32:
-            dtype = torch.bfloat16
-        # 1. This rank's gradients go into its momentum; the shards are Nesterov's directions.
-        shards = []
-        for p in matrices:
-            assert p.grad is not None  # `step` takes no others
-            state = self.state[p]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            grad = local(p.grad)
-            buffer = local(state["momentum_buffer"])
-            buffer.lerp_(grad, 1 - group["momentum"])
-            shards.append(grad.lerp(buffer, group["momentum"]).to(self.mesh.device, dtype))
+            # 2. This rank orthogonalizes one whole matrix, and sends every rank its part.
+            wanted = {}
+            for rank, (p, shard) in enumerate(zip(matrices, shards, strict=True)):
+                wanted[rank] = ShardedTensor(p.shape, shard, self._regions[p])
+            whole = collect(wanted, self.mesh)
+            if whole is None:
+                sent = [shards[0].new_empty(0)]
+            else:
+                whole = orthogonalize(whole)
+                sent = [view_of(whole, region) for region in wanted[self.mesh.rank].regions]
+            updates = exchange_parts(sent, [shard.shape for shard in shards], self.mesh)
 
-        # 2. This rank orthogonalizes one whole matrix, and sends every rank its part.
-        wanted = {}
-        for rank, (p, shard) in enumerate(zip(matrices, shards, strict=True)):
-            wanted[rank] = ShardedTensor(p.shape, shard, self._regions[p])
-        whole = collect(wanted, self.mesh)
-        if whole is None:
-            sent = [shards[0].new_empty(0)]
-        else:
-            whole = orthogonalize(whole)
-            sent = [view_of(whole, region) for region in wanted[self.mesh.rank].regions]
-        updates = exchange_parts(sent, [shard.shape for shard in shards], self.mesh)
-
-        # 3. The step.
-        for p, update in zip(matrices, updates, strict=True):
-            rate = group["lr"] * MATCH_ADAM * math.sqrt(max(p.shape[-2:]))
-            shard = local(p)
-            shard.mul_(1 - group["lr"] * group["weight_decay"])
-            shard.add_(update.to(shard), alpha=-rate)
+            # 3. The step.
+            for p, update in zip(matrices, updates, strict=True):
+                rate = group["lr"] * MATCH_ADAM * math.sqrt(max(p.shape[-2:]))
+                shard = local(p)
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.add_(update.to(shard), alpha=-rate)

@@ -42,21 +42,21 @@ class HostMemory:
     @torch.no_grad()
     def bring_back(self, name: Hashable, t: Tensor) -> None:
         """Give a tensor's empty storage its size, and begin to copy back what was kept."""
-        place = self._places[name]
-        sizes = [len(part) for part in place]
-        t.untyped_storage().resize_(sum(sizes))
-        for part, piece in zip(place, _bytes_of(t).split(sizes), strict=True):
-            piece.copy_(part, non_blocking=True)
+        t.untyped_storage().resize_(sum(map(len, self._places[name])))
+        self._copy_to(_bytes_of(t), name)
 
     @torch.no_grad()
     def copy_of(self, name: Hashable, t: Tensor) -> Tensor:
         """Return a new tensor on the device of `t` with the values that were kept of it."""
-        place = self._places[name]
-        sizes = [len(part) for part in place]
-        copied = torch.empty(sum(sizes), dtype=torch.uint8, device=t.device)
-        for part, piece in zip(place, copied.split(sizes), strict=True):
-            piece.copy_(part, non_blocking=True)
+        num_bytes = sum(map(len, self._places[name]))
+        copied = torch.empty(num_bytes, dtype=torch.uint8, device=t.device)
+        self._copy_to(copied, name)
         return copied.view(t.dtype).as_strided(t.size(), t.stride(), int(t.storage_offset()))
+
+    def _copy_to(self, target: Tensor, name: Hashable) -> None:
+        place = self._places[name]
+        for part, piece in zip(place, target.split([len(part) for part in place]), strict=True):
+            piece.copy_(part, non_blocking=True)
 
     def _take(self, num_bytes: int, *, pin_memory: bool) -> list[Tensor]:
         """Return parts of chunks that nothing else is in."""

@@ -75,6 +75,15 @@ class TensorParallel:
             return (self.copy_to_region(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.copy_to_region(kwargs["hidden_states"])}
 
+    def reduce_outputs_from_region(self, _: nn.Module, args: tuple, output: Any) -> Any:
+        """Add the partial sums that a mixture returns, alone or before its router's scores.
+
+        A forward hook of the mixture.
+        """
+        if isinstance(output, tuple):
+            return self.reduce_from_region(output[0]), *output[1:]
+        return self.reduce_from_region(output)
+
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Gather all tokens for a computation that every rank repeats, with the whole gradient."""
         return move(x, self.group, self.tokens, Replicate())
@@ -358,16 +367,9 @@ def apply(model: Any, tp: TensorParallel, plan: dict[str, str]) -> None:
         if name in blocks.all:
             module.register_forward_pre_hook(tp.copy_inputs_to_region, with_kwargs=True)
         if name in blocks.mixtures:
-            module.register_forward_hook(partial(_reduce_output, tp=tp))
+            module.register_forward_hook(tp.reduce_outputs_from_region)
     if model.config.tie_word_embeddings and head is not None:
         head.weight = embedding.weight
-
-
-def _reduce_output(_: nn.Module, args: tuple, output: Any, *, tp: TensorParallel) -> Any:
-    """Add the partial sums that a mixture returns, alone or before its router's scores."""
-    if isinstance(output, tuple):
-        return tp.reduce_from_region(output[0]), *output[1:]
-    return tp.reduce_from_region(output)
 
 
 def _find_style(
