@@ -401,8 +401,9 @@ def test_liger_launches_fewer_kernels(results):
     plain, fused = results["torch kernels"], results["liger kernels, no checkpointing"]
     for phase in ("annotate", "forward", "backward"):
         assert num_kernels(fused, phase) < 0.8 * num_kernels(plain, phase)
-    assert work(fused, "forward", "rms_norm")["kernels"] == 4 * NUM_LAYERS + 1
-    assert work(plain, "forward", "rms_norm")["kernels"] == 0
+    # Four norms, the gated activation and the positions of a layer, and the last norm.
+    assert work(fused, "forward", "liger_kernel")["kernels"] == 6 * NUM_LAYERS + 1
+    assert work(plain, "forward", "liger_kernel")["kernels"] == 0
 
 
 def test_checkpointing_keeps_less(results):

@@ -394,10 +394,10 @@ def fused_inputs(device, name):
         angles = torch.randn(1, 70, 32, device=device).repeat(1, 1, 2)
         query, key = (torch.randn(1, 70, heads, 64, device=device) for heads in (8, 2))
         inputs = [query.transpose(1, 2), key.transpose(1, 2)]  # as the library lays them out
-        return fused.LIGER.rotate, fused.rotate_formula, inputs, (angles.cos(), angles.sin())
+        return fused.liger().rotate, fused.rotate_formula, inputs, (angles.cos(), angles.sin())
     kind, shapes, rest = test_fused.CASES[name]
     inputs = [torch.randn((*shape[:-1], 384), device=device) for shape in shapes]
-    return getattr(fused.LIGER, kind), getattr(fused.FORMULAS, kind), inputs, rest
+    return getattr(fused.liger(), kind), getattr(fused.FORMULAS, kind), inputs, rest
 
 
 @needs_liger

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.dryrun import delta_kernels, four_bits, image_tokens, kinds
+from benchmarks.dryrun import delta_kernels, four_bits, image_tokens, kinds, liger_kernels
 from benchmarks.dryrun.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
 from benchmarks.dryrun.kinds import END, MIDDLE, START
 from benchmarks.dryrun.meter import Meter
@@ -43,7 +43,7 @@ from minirl.config.rl import AlgoConfig, RefitConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import to_url
 from minirl.data.vision import Gemma4Vision, GemmaVision, QwenVision, Vision
-from minirl.model import build, experts, fused, loading
+from minirl.model import build, experts, loading
 from minirl.parallel import fsdp
 from minirl.parallel.machines import arrange, make_world
 from minirl.parallel.mesh import Mesh
@@ -122,7 +122,7 @@ def _replace_groups_and_weights() -> None:
     loading.load_weights = load_weights
     four_bits.pretend()
     delta_kernels.pretend()
-    fused.has_liger = lambda: True
+    liger_kernels.pretend()
     experts._to_host = _even_rows
     vision: Any
     for vision in (QwenVision, GemmaVision, Gemma4Vision):

@@ -265,14 +265,14 @@ def check_fused(kernel: Fused) -> None:
     leaves = [random(*shape) for shape in kernel.shapes]
     wide = widened(leaves)
     # Products with 1, because a kernel may write into what is no leaf.
-    out = kernel.call(fused.LIGER, [leaf * 1 for leaf in leaves])
+    out = kernel.call(fused.liger(), [leaf * 1 for leaf in leaves])
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     wanted = kernel.call(fused.FORMULAS, wide)
     exact_grads = torch.autograd.grad(wanted, wide, torch.ones_like(wanted))
     near(f"liger {kernel.name}", out, wanted, LIMIT)
     for number, (got, exact) in enumerate(zip(grads, exact_grads, strict=True)):
         near(f"liger {kernel.name}, gradient {number}", got, exact, 1.5 * LIMIT)
-    for label, kernels in (("liger", fused.LIGER), ("torch", fused.FORMULAS)):
+    for label, kernels in (("liger", fused.liger()), ("torch", fused.FORMULAS)):
         microseconds = 1e6 * lib.seconds(functools.partial(kernel.call, kernels, leaves))
         value(f"{label} {kernel.name} forward", microseconds, "us")
 
@@ -283,7 +283,7 @@ def check_rotation() -> None:
     sin = angles.sin().to(DTYPE)
     q = random(1, 2048, 32, 128).detach().transpose(1, 2)
     k = random(1, 2048, 8, 128).detach().transpose(1, 2)
-    got = fused.LIGER.rotate(q, k, cos, sin)
+    got = fused.liger().rotate(q, k, cos, sin)
     wanted = fused.FORMULAS.rotate(q.to(WIDE), k.to(WIDE), cos.to(WIDE), sin.to(WIDE))
     near("liger rotary, queries", got[0], wanted[0], LIMIT)
     near("liger rotary, keys", got[1], wanted[1], LIMIT)

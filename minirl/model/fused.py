@@ -3,17 +3,13 @@
 Between two matrix products these do little but read and write their inputs, ten times over if each
 operation is its own kernel. `install` puts functions in their place that read and write once:
 liger-kernel's Triton kernels (Hsu et al. 2024, arXiv 2410.10989), which run on CUDA alone, or what
-torch.compile makes of the formulas.
-
-Each of liger's kernels is an operator of torch here, so that checkpointing and tensors without
-values know it. The formulas are what they are tested against.
+torch.compile makes of the formulas, which both are tested against.
 """
 
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,158 +80,6 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat([-second, first], -1)
 
 
-# --------------------------------------------------------------------------------------------------
-# operators: liger's kernels
-
-
-def _liger(name: str) -> ModuleType:
-    return importlib.import_module(f"liger_kernel.ops.{name}")
-
-
-@torch.library.custom_op("minirl::rms_norm", mutates_args=())
-def _rms_norm(
-    x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the norm of rows [N, D], and 1 / sqrt(mean(x^2) + eps) [N]."""
-    mode = "gemma" if wide else "llama"
-    out, _, scale, *_ = _liger("rms_norm").rms_norm_forward(x, weight, eps, offset, mode, None)
-    return out, scale
-
-
-@_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool) -> tuple[Tensor, Tensor]:
-    scale_dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.empty_like(x), x.new_empty(len(x), dtype=scale_dtype)
-
-
-@torch.library.custom_op("minirl::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, wide: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight."""
-    kernels = _liger("rms_norm")
-    mode = kernels._str_to_casting_mode["gemma" if wide else "llama"]
-    block, warps = _liger("utils").calculate_settings(x.shape[1])
-    settings = (offset, mode, block, warps, False, None)
-    return kernels.rms_norm_backward(grad, x, weight, scale, *settings)
-
-
-@_rms_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, wide: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-@torch.library.custom_op("minirl::gated", mutates_args=())
-def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up."""
-    if activation == "silu":
-        return _liger("swiglu").swiglu_forward(gate, up)[2]
-    return _liger("geglu").geglu_forward(gate, up)[2]
-
-
-@_gated.register_fake
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(gate)
-
-
-@torch.library.custom_op("minirl::gated_backward", mutates_args=("gate", "up"))
-def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Write the gradients of gate and up in their place."""
-    if activation == "silu":
-        _liger("swiglu").swiglu_backward(gate, up, grad)
-    else:
-        _liger("geglu").geglu_backward(gate, up, grad)
-
-
-@_gated_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    return None
-
-
-@torch.library.custom_op("minirl::rotate", mutates_args=())
-def _rotate(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool
-) -> tuple[Tensor, Tensor]:
-    """Return both rotated, or turned back, which is the gradient: a rotation is orthogonal.
-
-    Args:
-        query: [B, T, H, D].
-        key: [B, T, Hkv, D].
-        cos: the cosine of the angle that each place turns by, [B, T, D].
-        sin: its sine, [B, T, D].
-        back: turn by the opposite angles.
-    """
-    kernels = _liger("rope")
-    turn = kernels.rope_backward if back else kernels.rope_forward
-    # The kernel turns contiguous tensors in place.
-    q = query.clone(memory_format=torch.contiguous_format)
-    k = key.clone(memory_format=torch.contiguous_format)
-    turned = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
-
-
-@_rotate.register_fake
-def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(query, memory_format=torch.contiguous_format),
-        torch.empty_like(key, memory_format=torch.contiguous_format),
-    )
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out, scale = _rms_norm(rows, weight, eps, offset, wide)
-        ctx.save_for_backward(rows, weight, scale)
-        ctx.offset = offset
-        ctx.wide = wide
-        return out.view(x.shape)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        rows, weight, scale = ctx.saved_tensors
-        dx, dweight = _rms_norm_backward(
-            grad.reshape(rows.shape).contiguous(), rows, weight, scale, ctx.offset, ctx.wide
-        )
-        return dx.view(grad.shape), dweight, None, None, None
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        gate = gate.contiguous()
-        up = up.contiguous()
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _gated(gate, up, activation)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        gate, up = ctx.saved_tensors
-        _gated_backward(grad.contiguous(), gate, up, ctx.activation)
-        return gate, up, None
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        q, k = _rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin, False)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx, dquery: Tensor, dkey: Tensor) -> tuple:
-        cos, sin = ctx.saved_tensors
-        q, k = _rotate(dquery.transpose(1, 2), dkey.transpose(1, 2), cos, sin, True)
-        return q.transpose(1, 2), k.transpose(1, 2), None, None
-
-
-LIGER = Kernels(_RMSNorm.apply, _Gated.apply, _Rotate.apply)
-
-
 FORMULAS = Kernels(rms_norm_formula, gated_formula, rotate_formula)
 
 
@@ -246,6 +90,31 @@ FORMULAS = Kernels(rms_norm_formula, gated_formula, rotate_formula)
 def has_liger() -> bool:
     """Return whether liger-kernel is installed."""
     return importlib.util.find_spec("liger_kernel") is not None
+
+
+def liger() -> Kernels:
+    """Return liger-kernel's functions, which have gradients."""
+
+    def functions(module: str) -> Any:
+        return importlib.import_module(f"liger_kernel.ops.{module}")
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool) -> Tensor:
+        norm = functions("rms_norm").LigerRMSNormFunction
+        in_place = False  # Else it would write into the gradient that it gets.
+        return norm.apply(x, weight, eps, offset, "gemma" if wide else "llama", in_place)
+
+    def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        if activation == "silu":
+            return functions("swiglu").LigerSiLUMulFunction.apply(gate, up)
+        return functions("geglu").LigerGELUMulFunction.apply(gate, up)
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # The kernel turns its inputs in place, which selective checkpointing may keep.
+        turn = functions("rope").LigerRopeFunction
+        q, k, *_ = turn.apply(query.clone(), key.clone(), cos, sin)
+        return q, k
+
+    return Kernels(rms_norm, gated, rotate)
 
 
 def choose(wanted: Choice, device: torch.device) -> Kernels | None:
@@ -273,7 +142,7 @@ def choose(wanted: Choice, device: torch.device) -> Kernels | None:
         f"{device.type}, and the package is {'' if has_liger() else 'not '}installed); take auto, "
         "torch or compile",
     )
-    return LIGER
+    return liger()
 
 
 def install(model: Any, kernels: Kernels) -> None:
