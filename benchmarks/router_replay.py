@@ -121,7 +121,7 @@ def differences(policy: Policy, batch: Packed, replays: bool) -> tuple[Tensor, d
         routing.begin_step(len(batch.loss_rows), [batch], policy.model)
         with routing.counting(policy.mesh):
             logprobs, _ = policy.model(batch)
-        metrics = routing.balance.finish(policy.mesh)
+        metrics = routing.finish(policy.mesh)
     distance = (logprobs - batch.engine_logprobs)[batch.loss_rows].abs()
     return distance.double().cpu(), metrics
 

@@ -152,13 +152,13 @@ def counted(mesh, folder, settings, family_steps=1):
     (batch,) = batches_of([trajectories()], policy)
     biases = [{n: b.clone() for n, b in policy.shards().items() if n.endswith("correction_bias")}]
     loads = []
-    count = policy.model.routing.balance.count
+    count = policy.model.routing.count
 
     def counting(number, logits, experts, rows, *others):
         loads.append(torch.bincount(experts[rows].flatten(), minlength=EXPERTS))
         count(number, logits, experts, rows, *others)
 
-    policy.model.routing.balance.count = counting
+    policy.model.routing.count = counting
     metrics = []
     for _ in range(family_steps):
         metrics.append(policy.update([batch], losses.policy(AlgoConfig(), 20), lr=0.0))
@@ -202,16 +202,16 @@ def test_nothing_moves_where_all_is_off(tmp_path):
 def sigmoid_gradient(mesh, folder):
     """Of the losses of sigmoid routers by a difference quotient."""
     cfg = PolicyConfig(dtype="float64", router=RouterConfig(aux_loss_coef=AUX, z_loss_coef=Z))
-    balance = Policy(cfg, folder, mesh).model.routing.balance
-    balance.begin_step(7, replays=False)
+    routing = Policy(cfg, folder, mesh).model.routing
+    routing.begin_step(7, [], lambda batch: None)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, EXPERTS, dtype=torch.float64, generator=generator)
     rows = torch.arange(7)
     experts = logits.topk(TOP_K).indices
-    num_layers = len(balance._biased)
+    num_layers = len(routing._biased)
     for number in range(num_layers):
-        balance.count(number, logits, experts, rows, None, None)
-    balance.share(mesh)
+        routing.count(number, logits, experts, rows, None, None)
+    routing.share(mesh)
     f = torch.bincount(experts.flatten(), minlength=EXPERTS).double() / 7
 
     def value(x):
@@ -219,13 +219,13 @@ def sigmoid_gradient(mesh, folder):
         p = (s / s.sum(1, keepdim=True)).mean(0)
         return (AUX * EXPERTS * (f * p).sum() + Z * x.logsumexp(1).square().mean()) / num_layers
 
-    found = balance.gradient(0, logits, rows)
+    found = routing.gradient(0, logits, rows)
     for i in range(7):
         for j in range(EXPERTS):
             moved = F.one_hot(torch.tensor(i * EXPERTS + j), logits.numel()).view(7, -1) * 1e-6
             slope = (value(logits + moved) - value(logits - moved)) / 2e-6
             assert found[i, j].item() == pytest.approx(slope.item(), abs=1e-8)
-    metrics = balance.finish(mesh)
+    metrics = routing.finish(mesh)
     total = AUX * metrics["router_aux_loss"] + Z * metrics["router_z_loss"]
     assert total / num_layers == pytest.approx(value(logits).item())
 

@@ -176,11 +176,11 @@ def chosen_by(policy: Policy, batch) -> torch.Tensor:
         taken[number] = experts.clone()
 
     routing = policy.model.routing
-    routing.balance.count = count
+    routing.count = count
     routing._is_counting = True
     policy.annotate([[batch]], "old_logprobs")
     routing._is_counting = False
-    del routing.balance.count
+    del routing.count
     return torch.stack([taken[number] for number in sorted(taken)])
 
 

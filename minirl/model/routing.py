@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minirl.config.policy import PolicyConfig, RouterConfig
+from minirl.config.policy import PolicyConfig
 from minirl.model import families
 from minirl.model.checks import check_routers
 from minirl.parallel.mesh import Mesh
@@ -68,11 +68,11 @@ class WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, logits: Tensor, balance: "Balance", number: int, rows: Tensor
+        ctx: Any, weights: Tensor, logits: Tensor, routing: "Routing", number: int, rows: Tensor
     ) -> Tensor:
         """Return the weights."""
         ctx.save_for_backward(logits, rows)
-        ctx.balance = balance
+        ctx.routing = routing
         ctx.number = number
         return weights.view_as(weights)
 
@@ -80,163 +80,7 @@ class WithGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of weights and logits."""
         logits, rows = ctx.saved_tensors
-        return grads[0], ctx.balance.gradient(ctx.number, logits, rows), None, None, None
-
-
-class Balance:
-    """Counts and losses of the routers of a model.
-
-    `begin_step` with the number of tokens; forwards that call `count`; `share` before the first
-    backward if `needs_loads`; backwards; `finish`; and `move_bias` if the step was made.
-    """
-
-    def __init__(
-        self,
-        cfg: RouterConfig,
-        biased: list[Any],
-        *,
-        num_experts: int,
-        top_k: int,
-        sigmoid: bool,
-        num_copies: int,
-    ):
-        """Make it; arguments are those of `Routing`, and the modules that have the biases."""
-        self.cfg = cfg
-        self._biased = biased
-        self._num_experts = num_experts
-        self._top_k = top_k
-        self._sigmoid = sigmoid
-        self._num_copies = num_copies
-        self._replays = False
-        self._num_tokens = 1.0  # In the loss of the step, on all ranks.
-        self._sums: Tensor | None = None  # Of this rank; a row holds all `_Columns` of a mixture.
-        self._fractions: Tensor | None = None  # float64 [M, E]: f of all ranks.
-        self._loads: Tensor | None = None  # float64 [M, E]: of all ranks, on the host.
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss is on."""
-        return bool(self.cfg.aux_loss_coef or self.cfg.z_loss_coef)
-
-    @property
-    def needs_loads(self) -> bool:
-        """Whether the backward needs the counts of the whole step."""
-        return self.cfg.aux_loss_coef > 0
-
-    def begin_step(self, num_tokens: float, *, replays: bool) -> None:
-        """Forget the last step.
-
-        Args:
-            num_tokens: in the loss of this one, on all ranks.
-            replays: routes of an engine are replayed, where they are known.
-        """
-        self._replays = replays
-        self._num_tokens = max(1.0, num_tokens)
-        self._sums = None
-        self._fractions = None
-        self._loads = None
-
-    def _columns(self, sums: Tensor) -> _Columns:
-        return _Columns(*sums.split([self._num_experts, self._num_experts, 1, 1, 1, 1], dim=1))
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        if self._sigmoid:
-            scores = logits.sigmoid()
-            return scores / scores.sum(-1, keepdim=True)
-        return logits.softmax(-1)
-
-    @torch.no_grad()
-    def count(
-        self,
-        number: int,
-        logits: Tensor,
-        experts: Tensor,
-        rows: Tensor,
-        choice: Tensor | None,
-        own: Tensor | None,
-    ) -> None:
-        """Add what a router has done.
-
-        Args:
-            number: of the router.
-            logits: [T, E].
-            experts: int64 [T, k], as they were taken.
-            rows: int64 [N], those in the loss.
-            choice: int64 [T, k], negative where no route was known; None: nowhere.
-            own: int64 [T, k], what the router would have taken; None: `experts`.
-        """
-        if self._sums is None:
-            num_columns = 2 * self._num_experts + 4
-            self._sums = logits.new_zeros(len(self._biased), num_columns, dtype=torch.float64)
-        columns = self._columns(self._sums[number : number + 1])
-        x = _wide(logits.index_select(0, rows))
-        taken = experts.index_select(0, rows)
-        ones = x.new_ones(taken.numel(), dtype=torch.float64)
-        columns.loads[0].index_add_(0, taken.flatten(), ones)
-        p = self._probabilities(x)
-        columns.probabilities[0].add_(p.sum(0, dtype=torch.float64))
-        columns.entropy.sub_(torch.xlogy(p, p).sum(dtype=torch.float64))
-        columns.squared.add_(x.logsumexp(-1).square().sum(dtype=torch.float64))
-        if choice is not None and own is not None:
-            is_replayed = (choice.index_select(0, rows) >= 0).all(1)
-            own = own.index_select(0, rows)
-            differs = (own.sort(1).values != taken.sort(1).values).any(1)
-            columns.replayed.add_(is_replayed.sum())
-            columns.changed.add_(differs.sum())
-
-    def share(self, mesh: Mesh) -> None:
-        """Learn the choices of all ranks, before the first backward. Collective."""
-        assert self._sums is not None
-        loads = mesh.data_sums(self._columns(self._sums).loads.cpu().contiguous())
-        self._fractions = (loads / self._num_tokens).to(self._sums.device)
-
-    def gradient(self, number: int, logits: Tensor, rows: Tensor) -> Tensor:
-        """Return the gradient of the losses by the logits [T, E] of a router."""
-        with torch.enable_grad():
-            x = _wide(logits.detach().index_select(0, rows)).requires_grad_()
-            value = self.cfg.z_loss_coef * x.logsumexp(-1).square().sum()
-            if self.needs_loads:
-                assert self._fractions is not None, "share was not called"
-                sums = self._probabilities(x).sum(0)
-                balanced = (self._fractions[number].to(x.dtype) * sums).sum() * self._num_experts
-                value = value + self.cfg.aux_loss_coef * balanced
-            # Every tensor-parallel rank has all tokens, and their gradients are added.
-            share = len(self._biased) * self._num_tokens * self._num_copies
-            (grad,) = torch.autograd.grad(value / share, x)
-        return torch.zeros_like(logits).index_copy(0, rows, grad.to(logits.dtype))
-
-    def finish(self, mesh: Mesh) -> dict[str, float]:
-        """Return the metrics of the step, of all ranks. Collective."""
-        assert self._sums is not None
-        columns = self._columns(mesh.data_sums(self._sums.cpu()))
-        self._loads = columns.loads
-        num = self._num_tokens
-        fractions = columns.loads / num
-        metrics = {
-            "expert_load_max": float(fractions.max()) * self._num_experts / self._top_k,
-            "router_entropy": float(columns.entropy.mean()) / num,
-        }
-        if self.cfg.aux_loss_coef:
-            products = fractions * columns.probabilities / num
-            metrics["router_aux_loss"] = float(products.sum(1).mean()) * self._num_experts
-        if self.cfg.z_loss_coef:
-            metrics["router_z_loss"] = float(columns.squared.mean()) / num
-        if self._replays:
-            num_replayed = float(columns.replayed.mean())
-            metrics["router_replayed"] = num_replayed / num
-            metrics["router_changed"] = float(columns.changed.mean()) / max(1.0, num_replayed)
-        return metrics
-
-    @torch.no_grad()
-    def move_bias(self) -> None:
-        """Move the biases of routers towards balance, by the counts of the step that ended."""
-        rate = self.cfg.bias_update_rate
-        if not rate:
-            return
-        assert self._loads is not None, "finish was not called"
-        for module, loads in zip(self._biased, self._loads, strict=True):
-            bias = module.e_score_correction_bias
-            bias.add_(torch.sign(loads.mean() - loads).to(bias), alpha=rate)
+        return grads[0], ctx.routing.gradient(ctx.number, logits, rows), None, None, None
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -276,9 +120,11 @@ class _Replay(TorchFunctionMode):
 class Routing:
     """The routers of a model.
 
+    A step is `begin_step`; forwards and backwards, each forward inside `counting`; `finish`; and
+    `move_bias` if the step was made.
+
     Attributes:
         replays: take the experts that `Packed.routes` names.
-        balance: what counts them and keeps them in balance.
     """
 
     def __init__(self, model: nn.Module, cfg: PolicyConfig, *, sigmoid: bool, num_copies: int):
@@ -289,36 +135,46 @@ class Routing:
             cfg: of the model.
             sigmoid: routers score by a sigmoid, and add a bias to choose.
             num_copies: tensor-parallel ranks, each of which runs the routers on all tokens, and
-                and the gradients of the ranks are added.
+                the gradients of the ranks are added.
 
         Raises:
             UserError: layers differ in how many experts a token gets.
         """
         config: Any = model.config
         routers: list[Any] = []
-        biased: list[Any] = []  # The module that has the bias of each router.
+        self._biased: list[Any] = []  # The module that has the bias of each router.
         for block in model.modules():
             for router in block.children():
                 if hasattr(router, "top_k") and not hasattr(router, "experts"):
                     routers.append(router)
-                    biased.append(router if hasattr(router, BIAS) else block)
+                    self._biased.append(router if hasattr(router, BIAS) else block)
         assert routers, "a mixture has routers"
+        self.cfg = cfg.router
         self.replays = False
         self.top_k = families.experts_of_token(config.get_text_config())
         self.num_experts: int = routers[0].num_experts
-        self.balance = Balance(
-            cfg.router,
-            biased,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            sigmoid=sigmoid,
-            num_copies=num_copies,
-        )
+        self._sigmoid = sigmoid
+        self._num_copies = num_copies
         self._batch: Packed | None = None
+        # Of the step.
         self._is_counting = False
-        self._num_to_count = 0  # Micro-batches of the step.
+        self._num_to_count = 0  # Micro-batches.
+        self._num_tokens = 1.0  # In the loss, on all ranks.
+        self._sums: Tensor | None = None  # Of this rank; a row holds all `_Columns` of a mixture.
+        self._fractions: Tensor | None = None  # float64 [M, E]: f of all ranks.
+        self._loads: Tensor | None = None  # float64 [M, E]: of all ranks, on the host.
         for number, router in enumerate(routers):
             router.forward = partial(self._route, number, router.forward)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is on."""
+        return bool(self.cfg.aux_loss_coef or self.cfg.z_loss_coef)
+
+    @property
+    def needs_loads(self) -> bool:
+        """Whether the backward needs the counts of the whole step."""
+        return self.cfg.aux_loss_coef > 0
 
     def begin(self, batch: Packed) -> None:
         """Note the rows that the next forward is of, and its recomputation in the backward."""
@@ -337,9 +193,12 @@ class Routing:
             micro_batches: of this rank.
             forward: of the model, without gradient.
         """
-        self.balance.begin_step(num_tokens, replays=self.replays)
+        self._num_tokens = max(1.0, num_tokens)
+        self._sums = None
+        self._fractions = None
+        self._loads = None
         self._num_to_count = len(micro_batches)
-        if self.balance.needs_loads:
+        if self.needs_loads:
             self._num_to_count = 1
             self._is_counting = True
             for batch in micro_batches[1:]:
@@ -356,8 +215,8 @@ class Routing:
         yield
         self._is_counting = False
         self._num_to_count -= 1
-        if self._num_to_count == 0 and self.balance.needs_loads:
-            self.balance.share(mesh)
+        if self._num_to_count == 0 and self.needs_loads:
+            self.share(mesh)
 
     def _route(self, number: int, plain: Callable, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a router returns: logits [T, E], weights [T, k] and experts int64 [T, k].
@@ -385,10 +244,112 @@ class Routing:
         if is_reversed:
             experts, weights, logits = outputs
         if self._is_counting:
-            self.balance.count(number, logits, experts, batch.loss_rows, choice, own)
-        if self.balance.has_loss and torch.is_grad_enabled() and logits.requires_grad:
-            weights = WithGradient.apply(weights, logits, self.balance, number, batch.loss_rows)
+            self.count(number, logits, experts, batch.loss_rows, choice, own)
+        if self.has_loss and torch.is_grad_enabled() and logits.requires_grad:
+            weights = WithGradient.apply(weights, logits, self, number, batch.loss_rows)
         return (experts, weights, logits) if is_reversed else (logits, weights, experts)
+
+    def _columns(self, sums: Tensor) -> _Columns:
+        return _Columns(*sums.split([self.num_experts, self.num_experts, 1, 1, 1, 1], dim=1))
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        if self._sigmoid:
+            scores = logits.sigmoid()
+            return scores / scores.sum(-1, keepdim=True)
+        return logits.softmax(-1)
+
+    @torch.no_grad()
+    def count(
+        self,
+        number: int,
+        logits: Tensor,
+        experts: Tensor,
+        rows: Tensor,
+        choice: Tensor | None,
+        own: Tensor | None,
+    ) -> None:
+        """Add what a router has done.
+
+        Args:
+            number: of the router.
+            logits: [T, E].
+            experts: int64 [T, k], as they were taken.
+            rows: int64 [N], those in the loss.
+            choice: int64 [T, k], negative where no route was known; None: nowhere.
+            own: int64 [T, k], what the router would have taken; None: `experts`.
+        """
+        if self._sums is None:
+            num_columns = 2 * self.num_experts + 4
+            self._sums = logits.new_zeros(len(self._biased), num_columns, dtype=torch.float64)
+        columns = self._columns(self._sums[number : number + 1])
+        x = _wide(logits.index_select(0, rows))
+        taken = experts.index_select(0, rows)
+        ones = x.new_ones(taken.numel(), dtype=torch.float64)
+        columns.loads[0].index_add_(0, taken.flatten(), ones)
+        p = self._probabilities(x)
+        columns.probabilities[0].add_(p.sum(0, dtype=torch.float64))
+        columns.entropy.sub_(torch.xlogy(p, p).sum(dtype=torch.float64))
+        columns.squared.add_(x.logsumexp(-1).square().sum(dtype=torch.float64))
+        if choice is not None and own is not None:
+            is_replayed = (choice.index_select(0, rows) >= 0).all(1)
+            own = own.index_select(0, rows)
+            differs = (own.sort(1).values != taken.sort(1).values).any(1)
+            columns.replayed.add_(is_replayed.sum())
+            columns.changed.add_(differs.sum())
+
+    def share(self, mesh: Mesh) -> None:
+        """Learn the choices of all ranks, before the first backward. Collective."""
+        assert self._sums is not None
+        loads = mesh.data_sums(self._columns(self._sums).loads.cpu().contiguous())
+        self._fractions = (loads / self._num_tokens).to(self._sums.device)
+
+    def gradient(self, number: int, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the gradient of the losses by the logits [T, E] of a router."""
+        with torch.enable_grad():
+            x = _wide(logits.detach().index_select(0, rows)).requires_grad_()
+            value = self.cfg.z_loss_coef * x.logsumexp(-1).square().sum()
+            if self.needs_loads:
+                assert self._fractions is not None, "share was not called"
+                sums = self._probabilities(x).sum(0)
+                balanced = (self._fractions[number].to(x.dtype) * sums).sum() * self.num_experts
+                value = value + self.cfg.aux_loss_coef * balanced
+            # Every tensor-parallel rank has all tokens, and their gradients are added.
+            share = len(self._biased) * self._num_tokens * self._num_copies
+            (grad,) = torch.autograd.grad(value / share, x)
+        return torch.zeros_like(logits).index_copy(0, rows, grad.to(logits.dtype))
+
+    def finish(self, mesh: Mesh) -> dict[str, float]:
+        """Return the metrics of the step, of all ranks. Collective."""
+        assert self._sums is not None
+        columns = self._columns(mesh.data_sums(self._sums.cpu()))
+        self._loads = columns.loads
+        num = self._num_tokens
+        fractions = columns.loads / num
+        metrics = {
+            "expert_load_max": float(fractions.max()) * self.num_experts / self.top_k,
+            "router_entropy": float(columns.entropy.mean()) / num,
+        }
+        if self.cfg.aux_loss_coef:
+            products = fractions * columns.probabilities / num
+            metrics["router_aux_loss"] = float(products.sum(1).mean()) * self.num_experts
+        if self.cfg.z_loss_coef:
+            metrics["router_z_loss"] = float(columns.squared.mean()) / num
+        if self.replays:
+            num_replayed = float(columns.replayed.mean())
+            metrics["router_replayed"] = num_replayed / num
+            metrics["router_changed"] = float(columns.changed.mean()) / max(1.0, num_replayed)
+        return metrics
+
+    @torch.no_grad()
+    def move_bias(self) -> None:
+        """Move the biases of routers towards balance, by the counts of the step that ended."""
+        rate = self.cfg.bias_update_rate
+        if not rate:
+            return
+        assert self._loads is not None, "finish was not called"
+        for module, loads in zip(self._biased, self._loads, strict=True):
+            bias = module.e_score_correction_bias
+            bias.add_(torch.sign(loads.mean() - loads).to(bias), alpha=rate)
 
 
 def gemma4_route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -223,7 +223,7 @@ class Policy:
             sums["grad_norm"] = fsdp.grad_norm(self.model.parameters()).to(self.mesh.device)
             metrics = self._reduce_metrics(sums, num_units)
             if self.model.routing:
-                metrics |= self.model.routing.balance.finish(self.mesh)
+                metrics |= self.model.routing.finish(self.mesh)
             for part in self.optimizer.parts:
                 for group in part.param_groups:
                     group["lr"] = lr
@@ -239,7 +239,7 @@ class Policy:
                     fsdp.scale_gradients(self.model.parameters(), max_norm / grad_norm)
                 self.optimizer.step()
                 if self.model.routing:
-                    self.model.routing.balance.move_bias()
+                    self.model.routing.move_bias()
             else:
                 self._report_skipped(metrics["loss"], lr)
                 self.num_skipped += 1
