@@ -103,7 +103,7 @@ CASES = {
         "line 1",
     ),
     "tokenizer": ("dpo", DPO + "--policy.model {world}/tokenizer", "its tokenizer cannot be"),
-    "a cache that is a folder": ("dpo", DPO + "--reference-cache {world}", "it is a folder"),
+    "a cache that is a folder": ("dpo", DPO + "--reference-cache {world}", "Is a directory"),
     "a cache that is cut": ("dpo", DPO + "--reference-cache {world}/cache.npz", "cache.npz cannot"),
     "infinite nll": ("dpo", DPO + "--algo.nll-coef inf", "algo.nll_coef = inf"),
     "top_p 0": ("evaluate", EVALUATE + "--rollout.top-p 0", "rollout.top_p = 0"),
@@ -111,7 +111,7 @@ CASES = {
     "weights cut": ("evaluate", EVALUATE + "--model {world}/cut", "model.safetensors: Error while"),
     "a head of 4 EiB": ("evaluate", EVALUATE + "--model {world}/head", "header too large"),
     "an output in /proc": ("evaluate", EVALUATE + "--output /proc/a.json", "output = /proc/a.json"),
-    "an output that is a folder": ("evaluate", EVALUATE + "--output {world}", "it is a folder"),
+    "an output that is a folder": ("evaluate", EVALUATE + "--output {world}", "Is a directory"),
 }
 
 

@@ -185,12 +185,7 @@ def arrange(
             group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
         )
     return Mesh(
-        rank=world.rank,
-        world_size=world_size,
-        device=world.device,
-        host_group=world.host_group,
-        store=world.store,
-        watch=world.watch,
+        **vars(world),
         fsdp=_fsdp_axes(whole, "dp_shard_cp"),
         context=context,
         tensor=whole["tp"],
@@ -364,7 +359,6 @@ def check_can_write(path: Path, setting: str, world: World) -> None:
     with errors_of_all(world):
         if world.rank != 0:
             return
-        problem = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not os.path.lexists(path)
@@ -372,8 +366,7 @@ def check_can_write(path: Path, setting: str, world: World) -> None:
                 pass
             if is_new:
                 path.unlink()
-        except IsADirectoryError:
-            problem = "it is a folder"
         except (OSError, ValueError) as error:
-            problem = str(error)
-        require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")
+            raise UserError(
+                f"{setting} = {path} cannot be written: {error}; name another file"
+            ) from error
