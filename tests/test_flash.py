@@ -325,7 +325,7 @@ def test_torch_takes_flash_attention_3_where_it_can(
     monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch, is_deterministic, lambda: deterministic)
-    monkeypatch.setattr(flash, "activate_flash_attention_impl", used.append)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", used.append)
     flash.use_flash3.__wrapped__()
     assert used == ["FA3"] * is_used
 

@@ -180,7 +180,10 @@ def build_model(
     if base is not None:
         loading.share_base(model, base)
     with errors_of_all(mesh):  # each rank reads its own part
-        _fill(model, cfg, folder, mesh)
+        loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+        lora.start(model)
+        if model.adapters and cfg.lora.adapter:
+            read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
     if score:
         model.forward = functools.partial(score_forward, model, tp=tp)
     else:
@@ -262,14 +265,6 @@ def check_trained(config: PretrainedConfig, cfg: PolicyConfig, *, score: bool = 
         _choose_trained(model, cfg, torch.float32, score=score)
 
 
-def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
-    """Fill this rank's shards of what the model does not share, and of its adapters."""
-    loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
-    lora.start(model)
-    if model.adapters and cfg.lora.adapter:
-        read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
-
-
 def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool) -> CausalModel:
     """Return a model of the library without memory, with a score head instead of its own or not."""
     reads_images = families.reads_images(config)
@@ -288,6 +283,7 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
     for p in model.parameters():  # some families make a router's float32, whatever the dtype is
         p.data = p.data.to(dtype)
     delta_net.install(model)
+    module: Any
     for module in model.modules():
         if "embed_tokens_per_layer" in module._modules:
             module.get_per_layer_inputs = functools.partial(embed_for_layers, module)

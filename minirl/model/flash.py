@@ -11,7 +11,6 @@ import importlib.util
 
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl
 
 from minirl.types.packed import Block, Options
 
@@ -23,7 +22,7 @@ def use_flash3() -> None:
     # Its backward of wide heads is not deterministic.
     is_free = not torch.are_deterministic_algorithms_enabled()
     if is_installed and is_free and torch.cuda.get_device_capability()[0] == 9:
-        activate_flash_attention_impl("FA3")
+        torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 def forward(
