@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from in_memory import SeesAhead, with_images
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
-from minirl.model import build, flash, kernels
+from minirl.model import attention, build, flash
 from minirl.model.attention import attend, packed_attention
 from minirl.types.packed import Context, Options
 from test_packing import groups
@@ -161,8 +161,8 @@ def choose(monkeypatch):
     """choose(True): everything by FlashAttention; choose(False): by the formula."""
 
     def set_to(by_flash):
-        monkeypatch.setattr(kernels, "can_flash", lambda q, options: by_flash)
-        monkeypatch.setattr(kernels, "_cpu_can", lambda q, options: False)
+        monkeypatch.setattr(attention, "can_flash", lambda q, options: by_flash)
+        monkeypatch.setattr(attention, "_cpu_can", lambda q, options: False)
 
     return set_to
 
@@ -252,7 +252,7 @@ def on_all_ranks(packs):
         for block, keys in steps:
             into = [gradients[0][here], gradients[1][keys], gradients[2][keys]]
             given = dout[here], q[here], k[keys], v[keys], out, lse
-            kernels.backward(into, *given, block, options)
+            attention.block_backward(into, *given, block, options)
         outs.append(out)
     return torch.cat(outs), *gradients
 
@@ -288,7 +288,7 @@ def test_pairs_of_one_query_stay_out_of_the_path_for_decoding(choose, context):
     for block in singles:
         q = torch.randn(20, 8, 16)
         k = torch.randn(500, 2, 16)
-        out, lse = kernels.forward(q, k, k, block, Options(0.3))
+        out, lse = attention.block_forward(q, k, k, block, Options(0.3))
         assert out.shape == (len(block.rows), 8, 16) and lse.shape == (len(block.rows), 8)
 
 
@@ -305,7 +305,7 @@ def test_pairs_of_one_query_stay_out_of_the_path_for_decoding(choose, context):
 )
 def test_what_flash_attention_can(dtype, head_dim, softcap, can):
     q = types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 1, head_dim))
-    assert kernels.can_flash(q, Options(1.0, softcap=softcap)) == can
+    assert attention.can_flash(q, Options(1.0, softcap=softcap)) == can
 
 
 @pytest.mark.parametrize(

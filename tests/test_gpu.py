@@ -29,10 +29,11 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
-from minirl.model import build, experts, fused, kernels
+from minirl.model import attention, build, experts, fused
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.machines import arrange, join_world, make_world
-from minirl.parallel.offload import HostMemory, Sleeper
+from minirl.parallel.offload import Sleeper
+from minirl.parallel.storage import HostMemory
 from minirl.train.policy import Policy
 from minirl.types.packed import Context, Options, Trajectory
 from test_families import mixture_inputs
@@ -167,12 +168,12 @@ def test_pairs_of_one_query_equal_the_formula_in_float32(device, context):
         def run(dtype, block=block, inputs=inputs, whole=(dout, out, lse)):
             q, k, v = (x.to(dtype) for x in inputs)
             gradients = [torch.zeros_like(x) for x in inputs]
-            results = kernels.forward(q, k, v, block, Options(0.125))
+            results = attention.block_forward(q, k, v, block, Options(0.125))
             dout, out = (x.to(dtype) for x in whole[:2])
-            kernels.backward(gradients, dout, q, k, v, out, whole[2], block, Options(0.125))
+            attention.block_backward(gradients, dout, q, k, v, out, whole[2], block, Options(0.125))
             return results, gradients
 
-        assert kernels.can_flash(inputs[0].bfloat16(), Options(0.125)) == (device.type == "cuda")
+        assert attention.can_flash(inputs[0].bfloat16(), Options(0.125)) == (device.type == "cuda")
         assert_close(run(torch.bfloat16), run(torch.float32), 0.02)
 
 
@@ -208,7 +209,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(device, size):
         out, lse = attend(q, steps, options)
         for block, source in hops:
             into = [gradients[0][rank], gradients[1][source], gradients[2][source]]
-            kernels.backward(
+            attention.block_backward(
                 into,
                 flash["dout"][rank],
                 q,

@@ -32,7 +32,6 @@ from minirl.model import (
     attention,
     build,
     checks,
-    kernels,
     loading,
     logprob,
     scratch,
@@ -211,7 +210,7 @@ def test_kernels_agree(monkeypatch, spec, window):
         return out, *torch.autograd.grad((out * direction.to(dtype)).sum(), leaves)
 
     fast = [run(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    monkeypatch.setattr(kernels, "_cpu_can", lambda q, options: False)
+    monkeypatch.setattr(attention, "_cpu_can", lambda q, options: False)
     for results, dtype, tolerance in zip(
         fast, (torch.float32, torch.bfloat16), (1e-5, 0.04), strict=True
     ):

@@ -24,7 +24,8 @@ from minirl.config.shared import CheckpointConfig
 from minirl.model.adapters.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
-from minirl.parallel.optimizer import ShardAdamW, dequantize, dynamic_code, quantize
+from minirl.parallel.optimizer import ShardAdamW
+from minirl.parallel.storage import dequantize, dynamic_code, quantize
 from minirl.parallel.tensor import LORA_B
 from minirl.rl import Trainer
 from minirl.train import policy as policy_module

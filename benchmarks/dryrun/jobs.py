@@ -47,7 +47,7 @@ from minirl.model import build, experts, loading
 from minirl.parallel import fsdp
 from minirl.parallel.machines import arrange, make_world
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.optimizer import dynamic_code
+from minirl.parallel.storage import dynamic_code
 from minirl.plan.cards import CARDS, Card
 from minirl.plan.workload import Load, LossName
 from minirl.refit.refit import Refit

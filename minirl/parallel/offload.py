@@ -1,83 +1,12 @@
 """What a model keeps in host memory while it does not work."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from minirl.parallel.fsdp import local, reshard
-
-SMALLEST_CHUNK = 2**20  # Bytes.
-LARGEST_CHUNK = 2**28
-
-
-class HostMemory:
-    """Host memory for copies of tensors, made once and used again.
-
-    It is pinned for tensors on CUDA. torch rounds every pinned block up to a power of two, which
-    for one block a tensor would be up to twice the memory. So copies lie end to end in chunks with
-    sizes that are powers of two, and continue in the next chunk where one is full.
-    """
-
-    def __init__(self):
-        self._chunks: list[Tensor] = []  # uint8.
-        self._num_free = 0  # Bytes at the end of the last chunk.
-        self._places: dict[Hashable, list[Tensor]] = {}  # Parts of the chunks.
-
-    @property
-    def num_bytes(self) -> int:
-        """Return how much memory it is."""
-        return sum(map(len, self._chunks))
-
-    @torch.no_grad()
-    def keep(self, name: Hashable, t: Tensor) -> None:
-        """Begin to copy a tensor's storage; the tensor of a name must always have the same size."""
-        source = _bytes_of(t)
-        place = self._places.get(name, [])
-        if sum(map(len, place)) != len(source):
-            place = self._places[name] = self._take(len(source), pin_memory=t.is_cuda)
-        for part, piece in zip(place, source.split([len(part) for part in place]), strict=True):
-            part.copy_(piece, non_blocking=True)
-
-    @torch.no_grad()
-    def bring_back(self, name: Hashable, t: Tensor) -> None:
-        """Give a tensor's empty storage its size, and begin to copy back what was kept."""
-        t.untyped_storage().resize_(sum(map(len, self._places[name])))
-        self._copy_to(_bytes_of(t), name)
-
-    @torch.no_grad()
-    def copy_of(self, name: Hashable, t: Tensor) -> Tensor:
-        """Return a new tensor on the device of `t` with the values that were kept of it."""
-        num_bytes = sum(map(len, self._places[name]))
-        copied = torch.empty(num_bytes, dtype=torch.uint8, device=t.device)
-        self._copy_to(copied, name)
-        return copied.view(t.dtype).as_strided(t.size(), t.stride(), int(t.storage_offset()))
-
-    def _copy_to(self, target: Tensor, name: Hashable) -> None:
-        place = self._places[name]
-        for part, piece in zip(place, target.split([len(part) for part in place]), strict=True):
-            piece.copy_(part, non_blocking=True)
-
-    def _take(self, num_bytes: int, *, pin_memory: bool) -> list[Tensor]:
-        """Return parts of chunks that nothing else is in."""
-        parts = []
-        while num_bytes:
-            if not self._num_free:
-                size = min(max(self.num_bytes, SMALLEST_CHUNK), LARGEST_CHUNK)
-                self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory))
-                self._num_free = size
-            size = min(num_bytes, self._num_free)
-            chunk = self._chunks[-1]
-            parts.append(chunk.narrow(0, len(chunk) - self._num_free, size))
-            self._num_free -= size
-            num_bytes -= size
-        return parts
-
-
-def _bytes_of(t: Tensor) -> Tensor:
-    """Return a tensor's whole storage, uint8 [bytes]."""
-    num_elements = t.untyped_storage().nbytes() // t.itemsize
-    return t.detach().as_strided((num_elements,), (1,), 0).view(torch.uint8)
+from minirl.parallel.storage import HostMemory
 
 
 class _Part:

@@ -2,16 +2,14 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minirl.config.policy import PolicyConfig
 from minirl.parallel.fsdp import local
-from minirl.parallel.offload import HostMemory
+from minirl.parallel.storage import HostMemory, dequantize, quantize
 
-BLOCK = 256  # Elements that share a scale.
 # Parameters below this many elements (norms, biases) keep a full state: nothing to save there.
 SMALL = 4096
 # What of an optimizer's state may be kept in 8 bits, and whether it has a sign. The one without is
@@ -182,54 +180,3 @@ def _entries(
     for p in params:
         for key, value in part.state.get(p, {}).items():
             yield p, key, local(value)
-
-
-# --------------------------------------------------------------------------------------------------
-# 8 bits
-
-
-@cache
-def dynamic_code(signed: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return 255 levels in [-1, 1] or [0, 1], ascending.
-
-    Seven decades, each with twice the levels of the one below, which are the middles of equal
-    parts. Dynamic quantization of Dettmers et al. 2022, "8-bit Optimizers via Block-wise
-    Quantization", arXiv 2110.02861, scaled so that the extremes are exactly 1: a block's largest
-    element then keeps its value, and quantizing twice is quantizing once.
-    """
-    decades = []
-    for i in range(7):
-        num_levels = 2 ** (i if signed else i + 1)
-        edges = torch.linspace(0.1, 1, num_levels + 1, dtype=torch.float64)
-        decades.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (i - 6))
-    levels = torch.cat(decades) / decades[-1][-1]
-    negative = -levels.flip(0) if signed else levels[:0]
-    return torch.cat([negative, levels.new_zeros(1), levels]).to(device, dtype)
-
-
-def quantize(t: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round a tensor to the levels of `dynamic_code`, block by block.
-
-    Args:
-        t: floats, any shape.
-        signed: False: all are at least 0, and their square roots are rounded.
-
-    Returns:
-        The nearest levels, uint8 [blocks, 256], and the largest absolute values [blocks] in t's
-        dtype.
-    """
-    flat = t.flatten() if signed else t.flatten().sqrt()
-    blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1)
-    levels = dynamic_code(signed, t.device, t.dtype)
-    scaled = blocks / scales.clamp(min=torch.finfo(t.dtype).tiny)[:, None]
-    nearest = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True)
-    return nearest.to(torch.uint8), scales
-
-
-def dequantize(codes: Tensor, scales: Tensor, like: Tensor, *, signed: bool) -> Tensor:
-    """Return the values of `quantize`'s results, with shape, dtype and device of `like`."""
-    levels = dynamic_code(signed, like.device, like.dtype)
-    blocks = levels[codes.int()] * scales[:, None]
-    t = blocks.flatten()[: like.numel()].view(like.shape)
-    return t if signed else t.square()
