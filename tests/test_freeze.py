@@ -19,7 +19,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
 from minirl.config.supervised import SFTConfig
 from minirl.model import build
-from minirl.model.freeze import frozen_names
+from minirl.model.trained import frozen_names
 from minirl.run import supervised
 from minirl.train.policy import Policy
 from sharded import whole

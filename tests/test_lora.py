@@ -16,7 +16,7 @@ from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
-from minirl.model import build
+from minirl.model import build, trained
 from minirl.model.adapters import lora
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region
@@ -290,8 +290,8 @@ def test_peft_reads_the_adapter_and_merges_it_alike(tmp_path, family, rank):
 def test_routers_and_gates_of_few_outputs_get_no_adapter_by_themselves(tmp_path, family):
     config = build.read_config(tiny.make(tmp_path / family, family))
     model = build.make_meta_model(config, torch.float32, score=False)
-    names = lora.target_names(model, ["all-linear"], "policy.lora.targets")
+    names = trained.target_names(model, ["all-linear"], "policy.lora.targets")
     last = {name.rpartition(".")[2] for name in names}
-    assert last >= {"q_proj", "experts"} and not last & set(lora.GATES)
+    assert last >= {"q_proj", "experts"} and not last & set(trained.GATES)
     linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert linears - last - {"lm_head"} <= set(lora.GATES) and linears & set(lora.GATES)
+    assert linears - last - {"lm_head"} <= set(trained.GATES) and linears & set(trained.GATES)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from harness import RankFailed, ranks
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
-from minirl.model.adapters import lora
+from minirl.model import trained
 from minirl.train.policy import Policy
 from test_gradients import worst
 from test_lora import WHAT, two_steps
@@ -38,7 +38,7 @@ def make(tmp_path, family):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for name, p in model.named_parameters():
         has_adapter = ".experts." in name or "proj" in name
-        is_matrix = has_adapter and name.split(".")[-2] not in lora.GATES
+        is_matrix = has_adapter and name.split(".")[-2] not in trained.GATES
         if "layers." in name and is_matrix:
             p.data = round_trip(p.data)
     rounded = tmp_path / "rounded"

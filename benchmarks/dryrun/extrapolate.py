@@ -20,7 +20,7 @@ from benchmarks.dryrun.kinds import BASE, END, MIDDLE, START
 from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.model import build
-from minirl.model.freeze import names_in_files
+from minirl.model.trained import names_in_files
 from minirl.plan.costs import Cost, CostModel, Training
 
 

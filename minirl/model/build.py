@@ -37,7 +37,7 @@ from minirl.model.causal import (
     packed_forward,
     score_forward,
 )
-from minirl.model.freeze import freeze
+from minirl.model.trained import frozen_names
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
@@ -246,7 +246,8 @@ def _choose_trained(
         new = frozenset({SCORE} if score else ())
         model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section}.lora", new=new)
     if cfg.freeze:
-        freeze(model, cfg.freeze, f"{section}.freeze")
+        for name in frozen_names(model, cfg.freeze, f"{section}.freeze"):
+            model.get_parameter(name).requires_grad_(False)
 
 
 def check_trained(config: PretrainedConfig, cfg: PolicyConfig, *, score: bool = False) -> None:

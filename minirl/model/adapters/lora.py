@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -22,25 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import require
 from minirl.config.policy import LoraConfig
 from minirl.model.adapters import nf4
 from minirl.model.adapters.nf4 import FourBits, Multiply
 from minirl.model.families import FUSED
-from minirl.model.freeze import frozen_names
+from minirl.model.trained import frozen_names, target_names
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region, view_of
 from minirl.parallel.tensor import LORA_A, LORA_B
-
-# Groups of targets, by the block that a linear is in.
-ATTENTION = ("*attn*", "*attention*")
-MLP = ("*mlp*", "*feed_forward*", "*experts*")
-GROUPS = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
-LAYERS = "*layers.*"  # Of the language model.
-TOWERS = ("*visual*", "*vision_tower*", "*audio_tower*")  # Get adapters by patterns only.
-# Linears that are in no group: a router, the gate of a shared expert, which has one output, and the
-# gates of a delta net's heads, of which there are about as many as a rank.
-GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
 
 RANKS = 8  # The grouped kernel of CUDA takes rows of a multiple of 16 bytes.
 
@@ -138,49 +127,6 @@ def _register(module: nn.Module, name: str, adapters: Adapters, dtype: torch.dty
 def adapter_of(weight: str, which: str) -> str:
     """Return the name of A or B of a module's weight, as `which` (LORA_A, LORA_B) says."""
     return which if weight == "weight" else f"{weight}_{which}"
-
-
-def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> list[str]:
-    """Return the names of the modules that get adapters, in the model's order.
-
-    Args:
-        model: whole.
-        targets: as `LoraConfig.targets` has them.
-        setting: what holds them, for messages.
-
-    Raises:
-        UserError: one of them matches nothing.
-    """
-    can_be = {}
-    for name, module in model.named_modules():
-        is_experts = set(FUSED) <= set(module._parameters)
-        if isinstance(module, nn.Linear) or is_experts:
-            can_be[name] = module
-    matched: set[str] = set()
-    for target in targets:
-        found = [name for name in can_be if _matches(name, target)]
-        if not found:
-            last = sorted({name.rpartition(".")[2] for name in can_be})
-            raise UserError(
-                f"{setting}: {target!r} matches no linear layer of the model; give all-linear, "
-                f"attention, mlp, a name ({', '.join(last)}) or a pattern of whole names such as "
-                f"{next(iter(can_be))}"
-            )
-        matched.update(found)
-    return [name for name in can_be if name in matched]
-
-
-def _matches(name: str, target: str) -> bool:
-    """Return whether a target of the config means a module."""
-    block, _, last = name.rpartition(".")
-    in_tower = any(fnmatchcase(name, pattern) for pattern in TOWERS)
-    if target in GROUPS:
-        in_layers = fnmatchcase(name, LAYERS) and not in_tower
-        in_group = any(fnmatchcase(name, pattern) for pattern in GROUPS[target])
-        return in_layers and in_group and last not in GATES
-    if "." in target or "*" in target:
-        return fnmatchcase(name, target)
-    return last == target and not in_tower
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

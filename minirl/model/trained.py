@@ -1,30 +1,25 @@
-"""Parameters that are not trained, by patterns of their names."""
+"""Which parameters are trained, by their names: frozen weights, and linears with adapters."""
 
 import difflib
 import itertools
 from fnmatch import fnmatchcase
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from minirl.base.errors import UserError, require
 from minirl.model import families
+from minirl.model.families import FUSED
 
-
-def freeze(model: PreTrainedModel, patterns: list[str], setting: str) -> None:
-    """Make parameters need no gradient, before the model is split or sharded.
-
-    Args:
-        model: whole, perhaps on the meta device.
-        patterns: as `frozen_names` takes them.
-        setting: what holds the patterns, for messages.
-
-    Raises:
-        UserError: as `frozen_names` does.
-    """
-    frozen = frozen_names(model, patterns, setting)
-    for name, p in model.named_parameters():
-        if name in frozen:
-            p.requires_grad_(False)
+# Groups of targets, by the block that a linear is in.
+ATTENTION = ("*attn*", "*attention*")
+MLP = ("*mlp*", "*feed_forward*", "*experts*")
+GROUPS = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
+LAYERS = "*layers.*"  # Of the language model.
+TOWERS = ("*visual*", "*vision_tower*", "*audio_tower*")  # Get adapters by patterns only.
+# Linears that are in no group: a router, the gate of a shared expert, which has one output, and the
+# gates of a delta net's heads, of which there are about as many as a rank.
+GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
 
 
 def frozen_names(model: PreTrainedModel, patterns: list[str], setting: str) -> set[str]:
@@ -85,3 +80,46 @@ def names_in_files(model: PreTrainedModel) -> dict[str, list[str]]:
         slices = families.checkpoint_slices(model.config, name, p.shape)
         in_files[name] = [part.name for part in slices]
     return in_files
+
+
+def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> list[str]:
+    """Return the names of the modules that get adapters, in the model's order.
+
+    Args:
+        model: whole.
+        targets: as `LoraConfig.targets` has them.
+        setting: what holds them, for messages.
+
+    Raises:
+        UserError: one of them matches nothing.
+    """
+    can_be = {}
+    for name, module in model.named_modules():
+        is_experts = set(FUSED) <= set(module._parameters)
+        if isinstance(module, nn.Linear) or is_experts:
+            can_be[name] = module
+    matched: set[str] = set()
+    for target in targets:
+        found = [name for name in can_be if _matches(name, target)]
+        if not found:
+            last = sorted({name.rpartition(".")[2] for name in can_be})
+            raise UserError(
+                f"{setting}: {target!r} matches no linear layer of the model; give all-linear, "
+                f"attention, mlp, a name ({', '.join(last)}) or a pattern of whole names such as "
+                f"{next(iter(can_be))}"
+            )
+        matched.update(found)
+    return [name for name in can_be if name in matched]
+
+
+def _matches(name: str, target: str) -> bool:
+    """Return whether a target of the config means a module."""
+    last = name.rpartition(".")[2]
+    in_tower = any(fnmatchcase(name, pattern) for pattern in TOWERS)
+    if target in GROUPS:
+        in_layers = fnmatchcase(name, LAYERS) and not in_tower
+        in_group = any(fnmatchcase(name, pattern) for pattern in GROUPS[target])
+        return in_layers and in_group and last not in GATES
+    if "." in target or "*" in target:
+        return fnmatchcase(name, target)
+    return last == target and not in_tower
