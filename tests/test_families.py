@@ -446,12 +446,9 @@ def test_what_the_names_do_not_say_is_refused_by_shape():
         UserError,
         match=r"parallel.tensor = 2 does not divide dimension 0 of Linear.weight, \(7, 4\)",
     ):
-        placements._shard(
-            layer,
-            "weight",
-            SimpleNamespace(size=lambda: 2, mesh_dim_names=("tp",)),
-            torch.distributed.tensor.Shard(0),
-        )
+        mesh = SimpleNamespace(size=lambda: 2, mesh_dim_names=("tp",))
+        layout = placements.Layout(torch.distributed.tensor.Shard(0))
+        placements.shard_all(layer, mesh, layout)
 
 
 @pytest.mark.parametrize(("family", "why"), families.REFUSED.items())

@@ -167,23 +167,6 @@ class RingTransfer:
 # layouts of parameters
 
 
-def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter a DTensor, unless it is one or there is none."""
-    parameter = module._parameters.get(name)
-    if parameter is None or isinstance(parameter, DTensor):
-        return
-    size = mesh.size()
-    if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
-        assert mesh.mesh_dim_names
-        raise UserError(
-            f"{_SETTINGS[mesh.mesh_dim_names[0]]} = {size} does not divide dimension "
-            f"{placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}"
-        )
-    # No broadcast from a source rank: all have the same values, or meta tensors.
-    sharded = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
-    module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
-
-
 class Layout(NamedTuple):
     """How a parameter lies on an axis, and what the forward uses of it."""
 
@@ -209,10 +192,24 @@ def shard_all(
         mesh: the axis, 1-D.
         layout: the layout of its parameters.
         others: other layouts of single parameters, by name.
+
+    Raises:
+        UserError: the axis does not divide a parameter.
     """
     layouts = dict.fromkeys(module._parameters, layout) | (others or {})
-    for name in module._parameters:
-        _shard(module, name, mesh, layouts[name].placement)
+    for name, parameter in module._parameters.items():
+        placement = layouts[name].placement
+        if parameter is None or isinstance(parameter, DTensor):
+            continue
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+            assert mesh.mesh_dim_names
+            raise UserError(
+                f"{_SETTINGS[mesh.mesh_dim_names[0]]} = {mesh.size()} does not divide dimension "
+                f"{placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}"
+            )
+        # No broadcast from a source rank: all have the same values, or meta tensors.
+        sharded = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
     plain = module.forward
 
     def forward(*args: object, **kwargs: object) -> Any:

@@ -113,20 +113,6 @@ def _gathered_column(module: nn.Linear, tp: TensorParallel) -> Forward:
     return lambda x: move(column(x), tp.group, Shard(FEATURES), Replicate())
 
 
-def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> Forward:
-    """Project to the one key or value head that this rank's queries share.
-
-    For fewer key-value heads than ranks: each rank has the whole weight, and uses a head's rows.
-    """
-    head = tp.group.rank() * num_heads // tp.group.size()
-
-    def rows_of_head(p: Tensor) -> Tensor:
-        return local(p, partial=True).chunk(num_heads)[head]
-
-    layout = Layout(Replicate(), rows_of_head)
-    return shard_all(module, tp.mesh, layout, others={LORA_A: WHOLE})
-
-
 def _whole(module: nn.Module, tp: TensorParallel) -> Forward:
     """Keep all of the weight: its outputs are for all heads."""
     return shard_all(module, tp.mesh, WHOLE)
@@ -390,7 +376,10 @@ def _find_style(
     if style == "colwise" and name.endswith(("k_proj", "v_proj")):
         num_heads = module.out_features // model.get_submodule(block).head_dim
         if num_heads < tp.group.size():
-            return partial(_one_head_column, num_heads=num_heads)
+            # Each rank has the whole weight, and uses the rows of the head that its queries share.
+            head = tp.group.rank() * num_heads // tp.group.size()
+            rows = Layout(Replicate(), lambda p: local(p, partial=True).chunk(num_heads)[head])
+            return lambda module, tp: shard_all(module, tp.mesh, rows, others={LORA_A: WHOLE})
     if style == "rowwise" and block in blocks.mixtures:
         return _row_sums  # the mixture around it sums its whole output over ranks
     if style in STYLES:
