@@ -45,39 +45,34 @@ def to_examples(
     Raises:
         UserError: the chat has images and the model reads none, or the chat template fails.
     """
-    if "text" in row:
-        ids, mask = encode_text(tokenizer, row["text"])
-        return [_to_trajectory(ids, mask, None, [], segment=0)]
-    messages = row["messages"]
+    messages = row.get("messages", [])
     require(
         vision or not images_of(messages),
         "a chat has images, and policy.model reads none; take a model of a family that does",
     )
-    show = renderer(tokenizer, row)
-    segments = encode_chat(tokenizer, messages, row["trained"], stop_ids, show)
+    if "text" in row:
+        segments = [Rendering(*encode_text(tokenizer, row["text"]), 0)]
+    else:
+        show = renderer(tokenizer, row)
+        segments = encode_chat(tokenizer, messages, row["trained"], stop_ids, show)
     examples = []
     for number, (ids, mask, num_messages) in enumerate(segments):
+        sampled = np.array(mask, bool)
+        spans: list[ImageSpan] = []
         urls = images_of(messages[:num_messages])
-        examples.append(_to_trajectory(ids, mask, vision, urls, segment=number))
+        if vision and urls:
+            ids, spans, sources = vision.expand(ids, urls)
+            sampled = np.array([source >= 0 and sampled[source] for source in sources], bool)
+        examples.append(
+            Trajectory(
+                tokens=np.array(ids, np.int32),
+                sampled=sampled,
+                logprobs=np.zeros(len(ids), np.float32),
+                images=spans,
+                segment=number,
+            )
+        )
     return examples
-
-
-def _to_trajectory(
-    ids: list[int], mask: list[bool], vision: Vision | None, urls: list[str], *, segment: int
-) -> Trajectory:
-    """Return token ids with their images as a trajectory, the loss mask as what is sampled."""
-    sampled = np.array(mask, bool)
-    spans: list[ImageSpan] = []
-    if vision and urls:
-        ids, spans, sources = vision.expand(ids, urls)
-        sampled = np.array([source >= 0 and sampled[source] for source in sources], bool)
-    return Trajectory(
-        tokens=np.array(ids, np.int32),
-        sampled=sampled,
-        logprobs=np.zeros(len(ids), np.float32),
-        images=spans,
-        segment=segment,
-    )
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
@@ -400,11 +395,8 @@ class Chats:
         encoded: list[Encoded] = []
         with errors_of_all(self.mesh):
             encoded = list(self.thread.map(self._encode_row, here))
-        kept = {}
-        for number, result in zip(here, encoded, strict=True):
-            if result.trajectories:
-                kept[number] = result.trajectories
-        return kept
+        results = zip(here, encoded, strict=True)
+        return {number: row.trajectories for number, row in results if row.trajectories}
 
     def _begin(self, numbers: range) -> Future[list[_Example]]:
         """Begin to encode this rank's examples of a step, unless that has been begun."""
@@ -483,9 +475,7 @@ class Pairs(Chats):
                 messages = row["prompt"] + row[side]
                 answer = range(len(row["prompt"]), len(messages))
                 trained = [i for i in answer if messages[i]["role"] == "assistant"]
-                example = {"messages": messages, "trained": trained}
-                if "template_inputs" in row:
-                    example["template_inputs"] = row["template_inputs"]
+                example = row | {"messages": messages, "trained": trained}
             segments = self.to_examples(example)
             require(
                 len(segments) == 1,
