@@ -21,6 +21,7 @@ from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.data.examples import Chats
 from minirl.data.formats import open_examples
+from minirl.data.lengths import check_lengths
 from minirl.data.order import Curriculum
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows
@@ -104,7 +105,7 @@ def load_prompts(path: Path, mesh: Mesh) -> Prompts:
     train, _ = read_rows(opened, mesh, 0, HELD_OUT, checks.mark)
     checks.refuse_bad(train)
     prompts = Prompts(train, tokenizer, cfg, seed=0)
-    prompts.check_lengths(mesh, MAY_BE_LONG)
+    check_lengths(prompts, mesh, MAY_BE_LONG)
     return prompts
 
 

@@ -20,6 +20,7 @@ from minirl.base.errors import require
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
+from minirl.data.lengths import check_lengths
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.tokenizer import check_tokens, load_tokenizer, stop_token_ids
@@ -71,7 +72,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
     checks.refuse_bad(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
-    num_dropped = prompts.check_lengths(mesh, MAY_BE_LONG)
+    num_dropped = check_lengths(prompts, mesh, MAY_BE_LONG)
     if example.graded:
         try_rewards(rewards, prompts, cfg.reward.threads, mesh)
 

@@ -11,7 +11,8 @@ from minirl.config.shared import DataConfig, RewardConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.formats import open_examples
-from minirl.data.prompts import LengthBound, open_prompts
+from minirl.data.lengths import LengthBound
+from minirl.data.prompts import open_prompts
 from minirl.data.tokenizer import check_template, use_template
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.functions import make_rewards

@@ -15,6 +15,7 @@ from in_memory import ALONE, memory_rows, read_all, split
 from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.config.shared import DataConfig, RewardConfig
+from minirl.data.lengths import check_lengths
 from minirl.data.order import Curriculum
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.model.scratch import make_tokenizer
@@ -298,7 +299,7 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
     )  # a token a byte, and <|system|> <|end|> <|user|> <|end|> <|assistant|>
     fits = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length)
     assert len(fits.encode(rows[1])) == length
-    assert fits.check_lengths(ALONE, 1) == 0
+    assert check_lengths(fits, ALONE, 1) == 0
     tight = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length - 1)
     with pytest.raises(
         UserError,
@@ -307,9 +308,9 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
             rf"data.max_prompt_tokens = {length - 1}; .*'x+'"
         ),
     ):
-        tight.check_lengths(ALONE, 1)
+        check_lengths(tight, ALONE, 1)
     rows.marks[1] = 2  # it is known not to be too long
-    assert tight.check_lengths(ALONE, 1) == 0
+    assert check_lengths(tight, ALONE, 1) == 0
 
 
 # --------------------------------------------------------------------------------------------------

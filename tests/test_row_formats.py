@@ -18,6 +18,7 @@ from minirl.data import chat
 from minirl.data.chat import why_no_messages
 from minirl.data.examples import to_examples
 from minirl.data.formats import open_examples
+from minirl.data.lengths import check_lengths
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.tokenizer import read_template_kwargs, read_tools, use_template
@@ -133,7 +134,7 @@ def test_a_prompt_that_is_too_long_keeps_its_end(tmp_path):
     tokenizer = tokenizer_of()
     source = written(tmp_path / "a.jsonl", copies("conversational"))
     prompts = Prompts(open_prompts(source, "data.train", cfg, ALONE), tokenizer, cfg, seed=0)
-    assert prompts.check_lengths(ALONE, 1) == 0 and len(prompts.rows) == 12
+    assert check_lengths(prompts, ALONE, 1) == 0 and len(prompts.rows) == 12
     whole = prompts.encode(prompts.rows[0])
     chat_so_far = prompts.messages(prompts.rows[0])
     conversation = Conversation(tokenizer, cut_to=prompts.cut_to)

@@ -17,8 +17,9 @@ from minirl.config.supervised import ChatsConfig
 from minirl.data.chat import encode, render
 from minirl.data.examples import Chats
 from minirl.data.formats import open_examples
+from minirl.data.lengths import LengthBound, check_lengths
 from minirl.data.order import Curriculum
-from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Order
 from minirl.data.sources import JsonLines
 from minirl.data.split import DIGEST, choose, read_rows
@@ -272,9 +273,9 @@ def test_rows_that_a_run_does_not_draw_are_not_encoded():
     prompts = Prompts(rows, make_tokenizer([]), cfg, seed=1)
     encoded = []
     prompts.encode = lambda row: encoded.append(row["prompt"]) or []
-    assert prompts.check_lengths(ALONE, 1, num_tickets=10) == 0
+    assert check_lengths(prompts, ALONE, 1, num_tickets=10) == 0
     assert sorted(encoded) == sorted(prompts.row(ticket)["prompt"] for ticket in range(10))
-    prompts.check_lengths(ALONE, 1)
+    check_lengths(prompts, ALONE, 1)
     assert len(encoded) == 10 + 50
 
 

@@ -25,8 +25,9 @@ from minirl.config.validate import validate_templates
 from minirl.data import chat
 from minirl.data.examples import Chats, encode_chat
 from minirl.data.formats import open_examples
+from minirl.data.lengths import LengthBound, check_lengths
 from minirl.data.order import WeightedOrder
-from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Order
 from minirl.data.split import read_rows
 from minirl.data.tokenizer import use_template
@@ -522,7 +523,7 @@ def drop_long(mesh, source):
     opened = open_prompts(source, "data.train", cfg, mesh)
     rows, _ = read_rows(opened, mesh, 0, mark=bound.exceeds)
     p = Prompts(rows, make_tokenizer([]), cfg, seed=0)
-    return p.check_lengths(mesh, 1), [p.row(t)["prompt"] for t in range(12)]
+    return check_lengths(p, mesh, 1), [p.row(t)["prompt"] for t in range(12)]
 
 
 def test_long_prompts_can_be_dropped_and_counted(tmp_path):
@@ -540,7 +541,7 @@ def test_long_prompts_can_be_dropped_and_counted(tmp_path):
             "a.jsonl: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it"
         ),
     ):
-        prompts(rows, max_prompt_tokens=3, too_long="drop").check_lengths(ALONE, 1)
+        check_lengths(prompts(rows, max_prompt_tokens=3, too_long="drop"), ALONE, 1)
 
 
 # --------------------------------------------------------------------------------------------------

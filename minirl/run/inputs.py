@@ -33,7 +33,8 @@ from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig, Trainin
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_warmup
 from minirl.data.chat import has_calls
-from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.lengths import LengthBound, check_lengths
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows, errors_at
 from minirl.data.split import Mark, read_rows
 from minirl.data.tokenizer import (
@@ -147,8 +148,8 @@ class Inputs:
         )
         self.prompts = as_tokens(train)
         self.held_out = as_tokens(held_out, shuffle=False)
-        num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
-        num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
+        num_dropped = check_lengths(self.prompts, mesh, MAY_BE_LONG, num_tickets(cfg))
+        num_dropped += check_lengths(self.held_out, mesh, MAY_BE_LONG)
         self.description = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
