@@ -171,8 +171,6 @@ def _digest(row: dict, seed: int) -> bytes:
     if prompt is row:
         return prompt_hash.digest()[:DIGEST_BYTES]
     first = prompt_hash.digest()[:half]
-    if len(row) == 1:
-        return first * 2
     rest = {key: value for key, value in row.items() if key != "prompt"}
     metadata = rest.get("metadata")
     if isinstance(metadata, dict) and "source_dataset" in metadata:  # of reasoning-gym
