@@ -22,11 +22,10 @@ from minirl.config.supervised import ChatsConfig
 from minirl.data.examples import Chats
 from minirl.data.formats import open_examples
 from minirl.data.lengths import check_lengths
-from minirl.data.order import Curriculum
+from minirl.data.order import Curriculum, read_rows
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows
 from minirl.data.sources import JsonLines
-from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import make_rewards

@@ -21,8 +21,8 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data.lengths import check_lengths
+from minirl.data.order import read_rows
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.split import read_rows
 from minirl.data.tokenizer import check_tokens, load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.endpoint import open_endpoint

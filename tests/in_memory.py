@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from minirl.data.order import read_rows
 from minirl.data.rows import Rows
 from minirl.data.sources import Source
-from minirl.data.split import read_rows
 from minirl.types.packed import ImageSpan
 
 # A mesh of one rank, as far as rows need it.

@@ -19,8 +19,8 @@ from minirl.data.chat import why_no_messages
 from minirl.data.examples import to_examples
 from minirl.data.formats import open_examples
 from minirl.data.lengths import check_lengths
+from minirl.data.order import read_rows
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.split import read_rows
 from minirl.data.tokenizer import read_template_kwargs, read_tools, use_template
 from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer

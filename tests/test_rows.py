@@ -18,11 +18,10 @@ from minirl.data.chat import encode, render
 from minirl.data.examples import Chats
 from minirl.data.formats import open_examples
 from minirl.data.lengths import LengthBound, check_lengths
-from minirl.data.order import Curriculum
+from minirl.data.order import DIGEST, Curriculum, choose, read_rows
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Order
 from minirl.data.sources import JsonLines
-from minirl.data.split import DIGEST, choose, read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
 from minirl.rewards.functions import make_rewards

@@ -30,8 +30,8 @@ from minirl.config.validate import validate_supervised
 from minirl.data import chat
 from minirl.data.examples import Chats, encode_chat, encode_text
 from minirl.data.formats import open_examples
+from minirl.data.order import read_rows
 from minirl.data.rows import Order
-from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.policy import Policy

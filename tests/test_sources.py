@@ -26,10 +26,9 @@ from minirl.data import chat
 from minirl.data.examples import Chats, encode_chat
 from minirl.data.formats import open_examples
 from minirl.data.lengths import LengthBound, check_lengths
-from minirl.data.order import WeightedOrder
+from minirl.data.order import WeightedOrder, read_rows
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Order
-from minirl.data.split import read_rows
 from minirl.data.tokenizer import use_template
 from minirl.model.scratch import make_tokenizer
 from minirl.run.inputs import load_splits

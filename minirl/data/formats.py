@@ -27,8 +27,7 @@ from minirl.data.chat import (
 )
 from minirl.data.images import attach
 from minirl.data.rows import Rows
-from minirl.data.sources import Source
-from minirl.data.split import open_rows
+from minirl.data.sources import Source, open_rows
 from minirl.data.tokenizer import read_template_kwargs, read_tools, without_none
 from minirl.parallel.mesh import Mesh
 

@@ -10,8 +10,7 @@ from minirl.data import chat, formats
 from minirl.data.chat import to_messages
 from minirl.data.order import make_order
 from minirl.data.rows import Rows
-from minirl.data.sources import Source
-from minirl.data.split import open_rows
+from minirl.data.sources import Source, open_rows
 from minirl.data.vision import Vision
 from minirl.parallel.mesh import Mesh
 

@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from minirl.base.errors import UserError
-from minirl.data.sources import Source
+
+if TYPE_CHECKING:
+    from minirl.data.sources import Source
 
 BLOCK_ROWS = 128  # Rows that are read from a source at once.
 
@@ -16,7 +18,7 @@ BLOCK_ROWS = 128  # Rows that are read from a source at once.
 class Place(NamedTuple):
     """Where a row is from; as a text it is what an error message begins with."""
 
-    source: Source
+    source: "Source"
     number: int  # The number of the row in the source.
 
     def __str__(self) -> str:
@@ -33,14 +35,14 @@ def errors_at(place: Place) -> Iterator[None]:
 
 
 # make_row(raw, source): a row of what its source holds.
-MakeRow = Callable[[dict, Source], dict]
+MakeRow = Callable[[dict, "Source"], dict]
 
 
 @dataclass(eq=False)
 class Rows(Sequence[dict]):
     """Rows of some sources, each made when it is asked for; memory holds only their numbers."""
 
-    sources: list[Source]  # What the rows are read from, end to end.
+    sources: list["Source"]  # What the rows are read from, end to end.
     make_row: MakeRow  # Makes a row of what its source holds.
     distinct: bool  # Of equal rows only the first is to be used.
     numbers: np.ndarray  # int [N]: the number of each row in the sources, end to end.
@@ -104,7 +106,7 @@ class Rows(Sequence[dict]):
                 number += 1
             first += size
 
-    def _make(self, raw: object, source: Source, number: int) -> dict:
+    def _make(self, raw: object, source: "Source", number: int) -> dict:
         """Make a row of what its source holds. Raises UserError with its place."""
         if not isinstance(raw, dict):
             raise UserError(

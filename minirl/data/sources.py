@@ -21,6 +21,7 @@ large integer a float; before version 5 it gives objects a None for each key tha
 
 import contextlib
 import csv
+import dataclasses
 import difflib
 import fcntl
 import hashlib
@@ -41,8 +42,10 @@ import numpy as np
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_file, library_reads, parse_json
 from minirl.config.named import GYM, check_source
+from minirl.config.shared import RowsConfig
 from minirl.config.values import read_word
-from minirl.parallel.machines import errors_of_all
+from minirl.data.rows import MakeRow, Rows
+from minirl.parallel.machines import check_same, errors_of_all
 from minirl.parallel.mesh import Mesh
 
 # `datasets` and reasoning-gym take a second each to import, and most runs read JSON lines.
@@ -221,6 +224,69 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
         weight=weight,
         is_generated=is_generated,
         rows=JsonLines(rows, label, mesh) if isinstance(rows, io.BufferedReader) else rows,
+    )
+
+
+def open_rows(
+    source: str | list[str],
+    setting: str,
+    make_row: MakeRow,
+    cfg: RowsConfig,
+    mesh: Mesh,
+    *,
+    distinct: bool = False,
+    env_prompts: bool = False,
+) -> Rows:
+    """Return the rows of one or several sources, end to end. Collective. `read_rows` checks them.
+
+    Args:
+        source: one source, or several, as sources.py describes them.
+        setting: what asks for them, `data.train` or `data.eval`, for error messages.
+        make_row: makes a row of what its source holds.
+        cfg: has data.max_samples (only so many rows of each source, its first; 0: all) and the
+            names of the columns.
+        mesh: the ranks.
+        distinct: of equal rows only the first is to be used.
+        env_prompts: an environment may make the prompts of the rows.
+
+    Raises:
+        UserError: a source cannot be read or has no rows, or only some of the sources have weights.
+    """
+    texts = [source] if isinstance(source, str) else source
+    sources = [open_source(text, setting, mesh) for text in texts]
+    weighted = [opened for opened in sources if opened.weight is not None]
+    if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
+        raise UserError(
+            f"{weighted[0].label}: give a weight to every source of data.train or to none "
+            "(held-out rows are all used once, without weights)"
+        )
+    sizes = [len(opened.rows) for opened in sources]
+    labels = [f"the number of rows of {opened.label}" for opened in sources]
+    check_same(dict(zip(labels, sizes, strict=True)), mesh)
+    dtype = np.min_scalar_type(sum(sizes))  # 4 bytes a row, up to four thousand million of them
+    numbers = []
+    first_number = 0
+    for opened, size in zip(sources, sizes, strict=True):
+        require(size, f"{opened.label}: no rows")
+        last = first_number + min(size, cfg.max_samples or size)
+        numbers.append(np.arange(first_number, last, dtype=dtype))
+        first_number += size
+    all_numbers = np.concatenate(numbers)
+
+    values = dataclasses.asdict(cfg)
+    named = {}
+    for option in dataclasses.fields(cfg):
+        if option.name.endswith("_key") and values[option.name] != option.default:
+            named[f"data.{option.name}"] = values[option.name]
+    return Rows(
+        sources,
+        make_row,
+        distinct,
+        all_numbers,
+        marks=np.zeros(len(all_numbers), np.uint8),
+        named=named,
+        missing=set(named),
+        env_prompts=env_prompts,
     )
 
 

@@ -34,9 +34,9 @@ from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_warmup
 from minirl.data.chat import has_calls
 from minirl.data.lengths import LengthBound, check_lengths
+from minirl.data.order import Mark, read_rows
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows, errors_at
-from minirl.data.split import Mark, read_rows
 from minirl.data.tokenizer import (
     check_template,
     check_tokens,
