@@ -28,7 +28,8 @@ from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats, Pairs
 from minirl.parallel.machines import check_can_write, check_same
 from minirl.run.supervised import PairTrainer, Task
-from minirl.train.policy import Minibatch, Policy, Reference
+from minirl.train.frozen import Reference
+from minirl.train.policy import Minibatch, Policy
 from minirl.train.updates import annotate_examples
 from minirl.types.packed import Trajectory
 

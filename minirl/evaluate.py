@@ -19,18 +19,16 @@ from pathlib import Path
 from minirl.base.errors import require
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
-from minirl.config.validate import resolve_lengths, validate_sampling
+from minirl.config.validate import check_settings
 from minirl.data.lengths import check_lengths
 from minirl.data.order import read_rows
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.tokenizer import check_tokens, load_tokenizer, stop_token_ids
-from minirl.data.vision import read_vision, sampling_stops
+from minirl.data.tokenizer import stop_token_ids
+from minirl.data.vision import sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
-from minirl.model import build, checks, families
-from minirl.model.loading import open_weights
 from minirl.parallel.machines import check_can_write, errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.first_call import try_rewards
@@ -39,21 +37,22 @@ from minirl.rollout.sampler import Sampler
 from minirl.run.evaluation import eval_sampling, evaluate
 from minirl.run.inputs import (
     MAY_BE_LONG,
-    ModelFiles,
     PromptChecks,
     choose_dtype,
+    find_model,
     find_other_model,
     limited,
 )
+from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
-from minirl.train.reward_model import RewardModel
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     """Evaluate the model; rank 0 prints the scores as JSON and writes them to `cfg.output`."""
     # 1. Find and check what the config names.
-    resolve_lengths(cfg)
-    validate_sampling(cfg)
+    check_settings(cfg, mesh.world_size)
+    if cfg.output:
+        check_can_write(Path(cfg.output), "output", mesh)
     with errors_of_all(mesh, same_everywhere=True):
         folder, config, tokenizer, vision = find_model(cfg, mesh)
         code = f"one of env.name = {cfg.env.name}, reward.function = {cfg.reward.function}"
@@ -132,29 +131,3 @@ def _check_finite(engine: RolloutEngine, folder: Path, mesh: Mesh) -> None:
             f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "
             f"{', '.join(wrong[:3])}; take another checkpoint",
         )
-
-
-def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
-    """Find and check the model to evaluate. Raises UserError."""
-    require(cfg.model, "model is empty: give a folder or a hub id with --model")
-    if cfg.output:
-        check_can_write(Path(cfg.output), "output", mesh)
-    require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
-    folder = build.find_folder(cfg.model, "model")
-    config = build.read_config(folder)
-    checks.check_supported(
-        config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type
-    )
-    checks.check_positions(
-        config,
-        f"model = {folder}",
-        "engine.max_model_len",
-        cfg.engine.max_model_len + cfg.eval_extra_tokens,
-    )
-    open_weights(folder)  # damaged files are refused before the engine meets them
-    with limited(cfg, mesh.watch, f"model = {cfg.model}: to render a first chat by its template"):
-        tokenizer = load_tokenizer(folder, cfg.data)
-    vocab_size = config.get_text_config().vocab_size
-    check_tokens(tokenizer, folder, vocab_size, f"model = {folder}")
-    vision = read_vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
-    return ModelFiles(folder, config, tokenizer, vision)

@@ -18,7 +18,8 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.examples import MATCHED, Labelled
 from minirl.run.supervised import SupervisedTrainer, Task
-from minirl.train.policy import Metrics, Minibatch, Reference
+from minirl.train.frozen import Reference
+from minirl.train.policy import Metrics, Minibatch
 from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
 
@@ -28,13 +29,6 @@ class KTOTrainer(SupervisedTrainer):
 
     cfg: KTOConfig
     task = Task("kto", Labelled)
-
-    def describe_lost(self, num_long: int, num_empty: int) -> str:
-        """Return what happens to rows that do not fit."""
-        return (
-            f"{num_long} with more than {self.cfg.data.max_tokens} tokens and {num_empty} with no "
-            "token in the loss dropped"
-        )
 
     def check_model(self) -> None:
         """Leave out the answers of other rows, if the loss does not need them."""

@@ -38,18 +38,12 @@ from minirl.rollout.sampler import Sampler
 from minirl.run.dump import Dump
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, evaluate
 from minirl.run.inputs import Inputs
-from minirl.run.metrics import (
-    Health,
-    MismatchWatch,
-    count_sampled,
-    count_work,
-    means_of_step,
-)
+from minirl.run.metrics import Health, MismatchWatch, count_work, means_of_step
 from minirl.run.results import accuracies
 from minirl.run.supervised import warm_start
 from minirl.run.trainer import HOW_TO_RESUME, BaseTrainer, TrainingRun
-from minirl.train.policy import Metrics, Minibatch, Policy, Reference
-from minirl.train.reward_model import RewardModel
+from minirl.train.frozen import Reference, RewardModel
+from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.updates import update_in_passes
 from minirl.types.packed import Trajectory
 
@@ -140,9 +134,10 @@ class Trainer(BaseTrainer):
             if trajectories is None:  # a signal has interrupted it
                 self.run.stop(step)
                 return
-            self.run.wait_for_export()  # a reference's, or in the first step the warm start's
+            if is_refresh or step == first_step:
+                self.run.wait_for_export()  # the reference's, or the warm start's
             if is_refresh:
-                self.load_refreshed_reference(step)
+                self.load_reference(step)
             with self.timer.phase("prepare"):
                 self.shape(trajectories)  # scores -> rewards
                 minibatches = self.make_batches(trajectories)  # even over the ranks, packed
@@ -152,8 +147,9 @@ class Trainer(BaseTrainer):
             metrics = self.update(step, minibatches)  # an optimizer step for each, in each pass
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
-            self.run.save_if_due(step + 1)
-            if self.run.is_stopping:
+            if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:
+                self.run.save(step + 1)
+            if self.mesh.agree_to_stop():  # a signal has asked to save and leave
                 self.run.stop(step + 1)
                 return
         self.finish()
@@ -257,25 +253,23 @@ class Trainer(BaseTrainer):
             model.layout.windowed for model in (self.policy, self.ref, self.critic) if model
         )
         layout = dataclasses.replace(self.policy.layout, windowed=windowed)
+        device = self.mesh.device
+        temperature = cfg.rollout.temperature
         minibatches = []
         for minibatch in exchange(
             trajectories, self.mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step
         ):
-            minibatches.append(
-                [
-                    pack(micro, self.mesh.device, cfg.rollout.temperature, layout=layout)
-                    for micro in minibatch
-                ]
-            )
+            packed = [pack(micro, device, temperature, layout=layout) for micro in minibatch]
+            minibatches.append(packed)
             if self.dump:
-                self.dump.add(minibatch, minibatches[-1])
+                self.dump.add(minibatch, packed)
         return minibatches
 
     def annotate(self, minibatches: Minibatches) -> None:
         """Add the models' log-probs and values before the step's first update. Collective."""
         algo = self.algo
         needs_old = advantages.need_old_logprobs(algo, self.inputs.estimator)
-        if algo.num_updates > 1 or algo.entropy_share or needs_old:
+        if algo.num_epochs * algo.updates_per_step > 1 or algo.entropy_share or needs_old:
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
             self.ref.annotate(minibatches)
@@ -349,9 +343,10 @@ class Trainer(BaseTrainer):
             self.progress.add({}, discarded=self.num_discarded_tokens)
 
         work = count_work(minibatches * self.algo.num_epochs, self.mesh)
-        generated = count_sampled(trajectories, self.mesh)
-        shown = ("reward", "answer_tokens", "mismatch")
-        self.run.report("rl", step, row, shown, work, generated=generated, trained=work.rows)
+        num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
+        generated = int(self.mesh.sums(torch.tensor([num_sampled])))
+        row |= self.run.meter.end_step(work, generated=generated, trained=work.rows)
+        self.run.log.scalars("rl", step, row, ("reward", "answer_tokens", "mismatch"))
         if self.generation:  # tokens of a replay may be of other weights
             self.mismatch.check(step, row)
         for message in self.health.check(step, row):
@@ -434,6 +429,11 @@ class Trainer(BaseTrainer):
         if not self.cfg.algo.kl_coef and "reference" not in self.inputs.folders:
             return
         self.run.wait_for_export()  # it may be the result of the warm start
+        if self.mesh.rank == 0:
+            # The first checkpoint may still be under way, and need the first reference.
+            no_checkpoint = 0 if self.cfg.checkpoint.every else step
+            finding.drop_references(self.run.output, no_checkpoint)
+        self.mesh.barrier()
         for n, refreshed in finding.finished(self.run.output, "references").items():
             if n <= step:
                 folder = refreshed  # the newest one comes last
@@ -446,15 +446,6 @@ class Trainer(BaseTrainer):
             self.policy.forget_optimizer_state()
         self.ref = None  # frees its memory before the next one is loaded
 
-    def load_refreshed_reference(self, step: int) -> None:
-        """Load the reference of this step, which all ranks have written. Collective."""
-        if self.mesh.rank == 0:
-            # The first checkpoint may still be under way, and need the first reference.
-            no_checkpoint = 0 if self.cfg.checkpoint.every else step
-            finding.drop_references(self.run.output, no_checkpoint)
-        self.mesh.barrier()
-        self.load_reference(step)
-
     def finish(self) -> None:
         """Evaluate for the last time, export, write the summary. Collective."""
         self.run.export_result()  # written while the model is evaluated
@@ -464,14 +455,12 @@ class Trainer(BaseTrainer):
             if not has_evaluated:
                 self.run.stop(self.num_steps)
                 return
+        sizes = {}
         if self.generation:
             # What a later step would have continued is lost, now that none follows.
             self.progress.add({}, discarded=self.progress.unfinished_tokens)
-        evaluations = self.progress.evaluations
-        sizes = {}
-        if self.generation:
             sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens
-        self.run.finish(accuracies(evaluations), sizes)
+        self.run.finish(accuracies(self.progress.evaluations), sizes)
         if self.generation:
             self.generation.close()
 

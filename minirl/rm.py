@@ -38,8 +38,8 @@ from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.run.inputs import check_head, choose_dtype
 from minirl.run.supervised import PairTrainer, Task
+from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
-from minirl.train.reward_model import RewardModel
 from minirl.types.packed import Trajectory
 
 

@@ -47,7 +47,7 @@ def size_of(rooms: list[str]) -> tuple[int, int]:
 def sizes() -> dict[str, tuple[int, int]]:
     """Files and code lines of each half, and of the programs above both."""
     found = {half: size_of(rooms) for half, rooms in HALVES.items()}
-    programs = [*MINIRL.glob("*.py"), *(MINIRL / "walk").glob("*.py")]
+    programs = list(MINIRL.glob("*.py"))
     found["programs"] = len(programs), sum(map(code_lines, programs))
     return found
 

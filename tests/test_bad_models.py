@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import tiny
 from harness import ranks
@@ -126,7 +127,7 @@ def test_a_folder_that_is_no_model(tmp_path, model, name):
     cfg = RLConfig(policy=PolicyConfig(model=str(folder)))
     cfg.engine.max_model_len = 40
     with pytest.raises(UserError, match=message) as error:
-        find_model(cfg, 40, Watch())
+        find_model(cfg, HERE)
     assert str(folder) in str(error.value) and len(str(error.value)) < 1500
 
 
@@ -137,9 +138,10 @@ def test_a_replay_needs_no_head_size_of_an_engine(tmp_path, model):
     cfg = RLConfig(policy=PolicyConfig(model=str(folder)))
     cfg.engine.max_model_len = 40
     cfg.rollout.replay = "runs/before/rollouts"
-    assert find_model(cfg, 40, Watch()).config.head_dim == 34
+    assert find_model(cfg, HERE).config.head_dim == 34
 
 
+HERE = SimpleNamespace(watch=Watch(), device=torch.device("cpu"))
 INDEXES = {
     "cut": "{",
     "empty": "",
@@ -192,9 +194,10 @@ def test_text_that_is_only_learned_needs_no_end(tmp_path, model):
     shutil.copytree(model, tmp_path / "m")
     generation(eos_token_id=1_000_000)(tmp_path / "m")
     cfg = SFTConfig(policy=PolicyConfig(model=str(tmp_path / "m")))
-    find_model(cfg, 40, Watch(), chats=False)
+    cfg.data.max_tokens = 40
+    find_model(cfg, HERE, chats=False)
     with pytest.raises(UserError, match="lie beyond"):
-        find_model(cfg, 40, Watch())
+        find_model(cfg, HERE)
 
 
 # --------------------------------------------------------------------------------------------------

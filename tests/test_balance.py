@@ -20,7 +20,7 @@ from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig, RouterConfig
 from minirl.config.rl import AlgoConfig, CriticConfig
-from minirl.config.validate import validate_lora
+from minirl.config.validate import validate_model
 from minirl.model import build, checks
 from minirl.train.policy import Policy
 from test_gradients import batches_of, exact_norm, trajectories, worst
@@ -254,6 +254,6 @@ def test_settings_that_a_model_has_no_routers_for_are_refused(tmp_path, family, 
 
 def test_adapters_leave_biases_as_they_are():
     cfg = PolicyConfig(lora=LoraConfig(rank=4), router=RouterConfig(bias_update_rate=0.1))
-    with pytest.raises(UserError, match="bias_update_rate = 0.1 moves weights of the base"):
-        validate_lora(cfg, "policy", 1)
-    validate_lora(dataclasses.replace(cfg, router=RouterConfig(aux_loss_coef=0.1)), "policy", 1)
+    with pytest.raises(UserError, match="bias_update_rate = 0.1, .*moves weights of the base"):
+        validate_model(cfg, "policy", 1)
+    validate_model(dataclasses.replace(cfg, router=RouterConfig(aux_loss_coef=0.1)), "policy", 1)

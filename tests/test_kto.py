@@ -25,7 +25,8 @@ from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
 from minirl.data.examples import Labelled
 from minirl.data.formats import open_examples
 from minirl.model.scratch import make_tokenizer
-from minirl.train.policy import Policy, Reference
+from minirl.train.frozen import Reference
+from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from programs import ROOT, fork, rows_of
 from test_gradients import exact_norm, worst

@@ -22,7 +22,7 @@ STEP = [
 ]
 AROUND = ["supervise", "checkpoint", "plan", "endpoint", "run", "view"]
 PROGRAMS = ["rl.py", "sft.py", "rm.py", "dpo.py", "kto.py", "evaluate.py"]
-WALK = "walk"  # shows a step of rl.py
+WALK = "walk.py"  # shows a step of rl.py
 ROOMS = ["__init__.py", *BELOW, *STEP, *AROUND, *PROGRAMS, WALK]
 
 # More that a room does without: who, what, why.
@@ -60,7 +60,7 @@ DOORS = {
     "vllm": ("engine/*", "endpoint/tool_calls.py"),
     "transformers": (
         *("model/*", "data/*", "checkpoint/*", "plan/sizes.py", "engine/compat.py"),
-        *("rollout/*", "endpoint/*", "run/*", "rm.py", "walk/step.py"),  # types of theirs
+        *("rollout/*", "endpoint/*", "run/*", "rm.py", "walk.py"),  # types of theirs
     ),
     "jinja2": ("data/chat.py",),
     "PIL": ("data/images.py",),

@@ -7,7 +7,7 @@ import pytest
 from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
-from minirl.config.validate import validate_lora
+from minirl.config.validate import validate_model
 from minirl.model.adapters import nf4
 from test_config import changed, check_rl
 
@@ -21,41 +21,47 @@ SHARED = {
     "critic__dtype": "bfloat16",
 }
 IMPOSSIBLE = [
-    ({"policy__lora__alpha": 9.0}, "policy.lora.alpha is set, but policy.lora.rank is 0"),
+    (
+        {"policy__lora__alpha": 9.0},
+        "policy.lora.alpha = 9.0, policy.lora.rank = 0: there are no adapters",
+    ),
     (
         {"policy__lora__quantization": "nf4"},
-        r"policy.lora.quantization is set, but .* set policy.lora.rank \(32 is usual\)",
+        r"policy.lora.quantization = 'nf4', .* set policy.lora.rank \(32 is usual\)",
     ),
     (
         {"policy__model": "scratch", "policy__lora__rank": 8},
-        "policy.model = scratch makes random weights, and policy.lora.rank = 8 would leave them",
+        "policy.model = 'scratch', policy.lora.rank = 8: adapters would leave random weights",
     ),
     ({**ADAPTED, "policy__freeze": ["*"]}, "policy.freeze = .* all weights are frozen already"),
-    ({**ADAPTED, "policy__lora__targets": []}, "policy.lora.targets is empty"),
+    (
+        {**ADAPTED, "policy__lora__targets": []},
+        r"policy.lora.targets = \[\]: nothing gets an adapter",
+    ),
     (
         {**ADAPTED, "policy__lora__quantization": "nf4", "parallel__tensor": 2},
-        "policy.lora.quantization = nf4 and parallel.tensor = 2: .*; set parallel.tensor 1",
+        "policy.lora.quantization = 'nf4': .* not split over parallel.tensor = 2",
     ),
     (
         {**ADAPTED, "policy__lora__quantization": "nf4", "policy__cpu_offload": True},
-        "policy.lora.quantization = nf4 and policy.cpu_offload both save the memory of the base",
+        "policy.lora.quantization = 'nf4', policy.cpu_offload = True: both save the memory",
     ),
     (
         {**ADAPTED, "ref__every": 5, "algo__kl_coef": 0.1},
-        "ref.every = 5 would make the adapted policy the reference, and with policy.lora.rank = 8",
+        "ref.every = 5, policy.lora.rank = 8: with adapters the reference is",
     ),
     (
         {**SHARED, "critic__lora__rank": 0},
-        "critic.share_base needs a base that nobody trains, but critic.lora.rank = 0 trains all",
+        "critic.share_base = True, critic.lora.rank = 0: nobody trains a shared base",
     ),
     (
         {**SHARED, "policy__lora__rank": 0},
-        "critic.share_base needs a base that nobody trains, but policy.lora.rank = 0 trains all",
+        "critic.share_base = True, policy.lora.rank = 0: nobody trains a shared base",
     ),
-    ({**SHARED, "critic__model": "other"}, "critic.model = other is a base of its own, and"),
+    ({**SHARED, "critic__model": "other"}, "critic.model = 'other': the base is the policy's"),
     (
         {**SHARED, "critic__dtype": "float32"},
-        "policy.dtype = bfloat16 and critic.dtype = float32 are of the same base; set both alike",
+        "policy.dtype = 'bfloat16', critic.dtype = 'float32': .*set both alike",
     ),
 ]
 
@@ -76,7 +82,7 @@ def test_a_learning_rate_that_is_left_out_is_ten_times_as_high_for_adapters():
         cfg = cls()
         assert cfg.learning_rate == lr
         cfg.lora.rank = 8
-        validate_lora(cfg, "policy", 1)
+        validate_model(cfg, "policy", 1)
         assert cfg.learning_rate == pytest.approx(10 * lr, rel=1e-12)
         cfg.lr = 0.0
         assert cfg.learning_rate == 0.0

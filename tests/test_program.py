@@ -420,7 +420,7 @@ def test_a_run_ends_where_an_evaluation_reaches_stop_at(data, tmp_path):
     ended = fork("minirl.rl", [*given, "--stop-at", "accuracy", 1], tmp_path / "log", 200)
     assert ended.code == 0, ended.err
     said = [line for line in ended.err.splitlines() if "stop_at" in line]
-    assert len(said) == 1 and "step 0: stop_at = accuracy 1 is reached, so that" in said[0]
+    assert len(said) == 1 and "step 0: stop_at = accuracy 1 is reached" in said[0]
     stopped = Run(tmp_path / "r", given, ended)
     assert [row["step"] for row in stopped.rows("eval")] == [0] and stopped.rows("rl") == []
     summary = stopped.summary()

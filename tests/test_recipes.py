@@ -39,7 +39,7 @@ from minirl.rollout.pacing import Goal, pull
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
 from minirl.run.inputs import find_other_model
 from minirl.run.supervised import SupervisedTrainer
-from minirl.train.reward_model import RewardModel
+from minirl.train.frozen import RewardModel
 from minirl.types.packed import Trajectory
 from programs import ROOT, as_flags
 

@@ -389,6 +389,7 @@ def make_scratch(mesh, output, moment, resume, seed=0):
     cfg = RLConfig(output=str(output), resume=resume, seed=seed)
     cfg.policy.model = "scratch"
     cfg.policy.scratch.hidden_size = 32
+    cfg.engine.max_model_len = 64
 
     def killed(*args):
         os._exit(9)
@@ -399,7 +400,7 @@ def make_scratch(mesh, output, moment, resume, seed=0):
         scratch.make_tokenizer("").__class__.save_pretrained = killed
     if moment == "before the rename":
         Path.rename = killed
-    inputs.make_scratch(cfg, 64, mesh)
+    inputs.make_scratch(cfg, mesh)
     return {path.name: path.read_bytes() for path in (output / "scratch").iterdir()}
 
 
@@ -734,7 +735,9 @@ def start(mesh, output):
     refused = output / "refused"
     try:
         policy = PolicyConfig(model="scratch")
-        inputs.make_scratch(RLConfig(output=str(output), policy=policy), 64, mesh)
+        cfg = RLConfig(output=str(output), policy=policy)
+        cfg.engine.max_model_len = 64
+        inputs.make_scratch(cfg, mesh)
     except UserError as error:
         refused.touch()
         return str(error)

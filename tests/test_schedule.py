@@ -94,15 +94,15 @@ def test_schedules_end_where_they_should():
                 "--policy.lr-decay-ratio",
                 "0.5",
             ],
-            r"policy.lr_warmup_ratio = 0.6 and policy.lr_decay_ratio = 0.5 are more than all",
+            r"policy.lr_warmup_ratio = 0.6, policy.lr_decay_ratio = 0.5: they are more than all",
         ),
         (
             ["--num-steps", "7", "--num-epochs", "2"],
-            r"num_steps = 7 and num_epochs = 2.0 both say when the run ends; set one of them to 0",
+            r"num_steps = 7, num_epochs = 2.0: both say when the run ends; set one of them to 0",
         ),
         (
             ["--num-epochs", "2", "--rollout.replay", "there"],
-            r"num_epochs = 2.0 is passes over prompts, and rollout.replay = there draws none",
+            r"num_epochs = 2.0, rollout.replay = 'there': a replay draws no prompts",
         ),
     ],
 )

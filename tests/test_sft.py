@@ -830,7 +830,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
 
 
 BAD = {  # name -> flags, what the message must say
-    "no data": (["--data.train", ""], ["data.train is empty", "JSONL file"]),
+    "no data": (["--data.train", ""], ["data.train = ''", "JSONL file"]),
     "missing data": (
         ["--data.train", "{folder}/none.jsonl"],
         ["data.train", "none.jsonl", "no such file"],
@@ -889,8 +889,8 @@ def test_a_context_holds_what_its_ranks_hold_together():
     cfg.data.max_tokens = 1025
     with pytest.raises(
         UserError,
-        match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of "
-        r"data.max_tokens = 1025",
+        match="tokens_per_rank = 512, parallel.context = 2: the product, 1024, cannot hold one "
+        "sequence of data.max_tokens = 1025",
     ):
         validate_supervised(cfg, world_size=4)
 

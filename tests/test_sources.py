@@ -640,15 +640,15 @@ def test_several_sources_in_a_file_and_by_flags(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"input_template": "no place"}, "data.input_template = 'no place' must have {} once"),
-        ({"input_template": "{} {}"}, "must have {} once"),
+        ({"input_template": "no place"}, "data.input_template = 'no place': it must have {} once"),
+        ({"input_template": "{} {}"}, "it must have {} once"),
         (
             {"input_template": "{}", "system_prompt": "s"},
-            "data.system_prompt = 's' has no place in data.input_template",
+            "data.system_prompt = 's', data.input_template = '{}': an input template has no place",
         ),
         (
             {"input_template": "{}", "chat_template": "f"},
-            "data.chat_template = 'f' has no place in data.input_template",
+            "data.chat_template = 'f', data.input_template = '{}': an input template has no place",
         ),
     ],
 )

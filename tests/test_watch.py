@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from minirl.base.errors import UserError
-from minirl.config import named
-from minirl.config.named import check_installed
+from minirl.config import validate
 from minirl.config.shared import LogConfig
+from minirl.config.supervised import SFTConfig
 from minirl.rollout import records
 from minirl.run import log, results
 from minirl.run.trackers import open_trackers
@@ -183,11 +183,18 @@ def test_the_closing_table_has_no_line_for_what_was_not_done():
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_missing_package_is_told_at_the_start(name):
     with (
-        mock.patch.object(named, "find_spec", lambda package: None),
-        pytest.raises(UserError, match=f"log.{name} = mine needs the package {name}.*pip install"),
+        mock.patch.object(validate, "find_spec", lambda package: None),
+        pytest.raises(UserError, match=f"log.{name} = 'mine': it needs the package.*{name}`"),
     ):
-        check_installed(LogConfig(**{name: "mine"}))
-    check_installed(LogConfig())
+        validate.check_settings(settings_of(LogConfig(**{name: "mine"})), 1)
+    validate.check_settings(settings_of(LogConfig()), 1)
+
+
+def settings_of(log: LogConfig) -> SFTConfig:
+    cfg = SFTConfig(log=log)
+    cfg.policy.model = "scratch"
+    cfg.data.train = "a.jsonl"
+    return cfg
 
 
 def test_without_a_project_there_is_nothing(tmp_path):

@@ -20,10 +20,10 @@ from minirl.checkpoint.finding import (
     read_newest,
 )
 from minirl.checkpoint.reading import read_state, saved_shapes
-from minirl.config.named import check_run
 from minirl.config.parse import load_config
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.shared import ExportConfig, MergeConfig
+from minirl.config.validate import check_run
 from minirl.model import build, causal, families, loading
 from minirl.model.adapters import files, lora, nf4
 from minirl.model.adapters.lora import merge as merge_weight

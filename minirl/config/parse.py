@@ -6,13 +6,13 @@ Only known keys and right types are accepted, and one message says what is wrong
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import difflib
 import io
 import itertools
 import json
 import os
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +26,6 @@ from minirl.config.values import BOOLEANS, parse_yaml, read_word, to_yaml, write
 
 # Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
 RECIPES = Path(__file__).parent.parent / "recipes"
-
-# More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
-MOST_VALUES = 10_000
-MOST_LEVELS = 20
 
 CONFIG_HELP = (
     "--config FILE reads settings from a YAML file; flags win over it. A switch takes true or "
@@ -59,6 +55,9 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     general = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     general.add_argument("--config", nargs="?", const="", action="append", default=[])
     general.add_argument("-h", "--help", action="store_true")
+    for word in sys.argv if argv is None else argv:
+        problem = why_no_text(word)
+        require(not problem, f"{word[:200]!r} {problem}; write it without")
     known, flags = general.parse_known_args(argv)
     files = known.config
     require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")
@@ -220,12 +219,10 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
         UserError: for a key that does not exist (naming the closest that does), and for a value of
             the wrong type or out of its bounds.
     """
-    _check_values(values, where)
-    values = _with_field_names(cls, values, where)
     strict = pydantic.ConfigDict(strict=True, extra="forbid")
     model: Any = pydantic.create_model("Config", __config__=strict, cfg=(cls, ...))
+    as_json = json.dumps({"cfg": values}, default=str)  # a date as a text
     try:
-        as_json = json.dumps({"cfg": values}, default=str)  # a date as a text
         return model.model_validate_json(as_json).cfg  # by JSON's types: lists become tuples
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -252,61 +249,3 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
     if len(shown) > 300:
         shown = f"{shown[:300]}..."
     raise UserError(f"{where}{setting} = {shown} {problem}")
-
-
-def _with_field_names(cls: type, values: Any, where: str) -> Any:
-    """Return nested mappings with `_` for each `-` in the names of settings, as flags have it.
-
-    Raises:
-        UserError: a setting is there in both spellings.
-    """
-    if not isinstance(values, dict):
-        return values
-    hints = typing.get_type_hints(cls)
-    named = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in hints:
-            name = key
-        require(name not in named, f"{where}{name} is there twice, as {key} too; remove one")
-        named[name] = value
-        if dataclasses.is_dataclass(hints.get(name)):
-            named[name] = _with_field_names(hints[name], value, where)
-    return named
-
-
-def _check_values(values: Any, where: str) -> None:
-    """Refuse nested mappings that are no settings, whatever their names are.
-
-    Raises:
-        UserError: for values that have no end, a key that is no text, an object that YAML makes of
-            a tag, and a text that no file name or tokenizer takes.
-    """
-    waiting: list[tuple[str, Any, int]] = [("", values, 0)]
-    num_values = 0
-    while waiting:
-        name, value, level = waiting.pop()
-        num_values += 1
-        require(
-            num_values <= MOST_VALUES and level <= MOST_LEVELS,
-            f"{where}more than {MOST_VALUES} values, or {MOST_LEVELS} levels of them, at "
-            f"{name[:80]}; write the settings out, without aliases (*name) that repeat one another",
-        )
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                require(
-                    isinstance(key, str),
-                    f"{where}unknown setting {key}; the name of a setting is a text",
-                )
-                waiting.append((f"{name}.{key}".lstrip("."), inner, level + 1))
-        elif isinstance(value, list | tuple):
-            waiting += [(name, inner, level + 1) for inner in value]
-        elif isinstance(value, str):
-            problem = why_no_text(value)
-            require(not problem, f"{where}{name} = {value[:200]!r} {problem}; write it without")
-        else:
-            require(
-                value is None or isinstance(value, bool | int | float | datetime.date),
-                f"{where}{name} = {value!r} is a {type(value).__name__}, which no setting takes; "
-                "write it without a tag (!!)",
-            )

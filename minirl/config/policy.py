@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from minirl.config.bounds import (
+from minirl.config.values import (
     Decay,
     EvenSize,
     NonNegative,

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from minirl.config.bounds import (
+from minirl.config.policy import LearningRateSchedule, PolicyConfig
+from minirl.config.shared import SamplingConfig, TrainingConfig
+from minirl.config.values import (
     Finite,
     NonNegative,
     NonNegativeInt,
@@ -13,8 +15,6 @@ from minirl.config.bounds import (
     PositiveShare,
     Share,
 )
-from minirl.config.policy import LearningRateSchedule, PolicyConfig
-from minirl.config.shared import SamplingConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)
@@ -121,11 +121,6 @@ class AlgoConfig:
     #: Passes over a step's rollouts (PPO epochs). Ratios and clipping are to the policy before the
     #: first of their updates.
     num_epochs: PositiveInt = 1
-
-    @property
-    def num_updates(self) -> int:
-        """Return the number of optimizer steps on a batch of rollouts."""
-        return self.num_epochs * self.updates_per_step
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from minirl.config.bounds import (
+from minirl.config.policy import ParallelConfig, PolicyConfig, Quantization
+from minirl.config.values import (
     Finite,
     Gigabytes,
     Minutes,
@@ -33,7 +34,6 @@ from minirl.config.bounds import (
     Share,
     TopK,
 )
-from minirl.config.policy import ParallelConfig, PolicyConfig, Quantization
 
 # Bounds of `engine.max_num_seqs` = 0.
 FEWEST_SEQS = 256

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from minirl.config.bounds import (
+from minirl.config.policy import Dtype
+from minirl.config.shared import LimitsConfig, RowsConfig, TrainingConfig
+from minirl.config.values import (
     Epochs,
     MaxTokens,
     Minutes,
@@ -15,8 +17,6 @@ from minirl.config.bounds import (
     Positive,
     PositiveInt,
 )
-from minirl.config.policy import Dtype
-from minirl.config.shared import LimitsConfig, RowsConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)

@@ -1,48 +1,78 @@
-"""Settings that cannot work together are refused before anything is loaded or written.
+"""What is refused before anything is loaded: settings that cannot work, names of what is not there.
 
-What a setting may be on its own, its type says. Each rule here is a paragraph, and its message
-gives the setting, its value and what to do. `resolve_lengths` and `resolve_learning_rates` are the
-only functions that change a config.
+What a setting may be on its own, its type says. A rule that several settings break together is a
+row of a table: their names, whether they are wrong, and what to do. The message begins with the
+names and values. The functions `resolve_*` are the only ones that change a config.
 """
 
-import copy
+import dataclasses
+import os
+import re
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
-from minirl.base.errors import require
-from minirl.config.named import check_installed
+from minirl.base.errors import UserError, require
+from minirl.base.reading import is_file
+from minirl.config.parse import flatten
 from minirl.config.policy import Dtype, LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EvaluateConfig, TrainingConfig
-from minirl.config.supervised import (
-    ChatsConfig,
-    DPOConfig,
-    KTOConfig,
-    PairsConfig,
-    SupervisedConfig,
-)
+from minirl.config.shared import EvaluateConfig, RowsConfig, TrainingConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, PairsConfig, SupervisedConfig
 
 COLDEST = 0.01  # Temperature, of vLLM.
+COMPARE_NOTHING = ("reinforce_pp", "gae", "on_policy_distill")  # Estimators, of those with a name.
 
-# ------------------------------------------------------------------------------------- entry points
+# Settings that name models, and functions in files.
+MODELS = ("policy.model", "reward.model", "ref.model", "critic.model", "reference", "model")
+FUNCTIONS = ("reward.function", "env.name", "algo.advantage", "algo.loss")
+
+GYM = "reasoning_gym:"
+ROW_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz", ".zst")
+HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+OWN_FOLDERS = ("runs", "models")  # Of this repository; a hub id could have the same form.
+# A file with a function in it, perhaps for the adapter of another library.
+FUNCTION_FILE = re.compile(r"(?:(?:openrlhf|trl|verl):)?(?P<file>.+\.py)(?::.*)?", re.DOTALL)
+
+# "NAME, NAME: why, and what to do" -> what is true if the settings of these names are wrong.
+Rules = dict[str, object]
 
 
 def check_settings(cfg: object, world_size: int) -> None:
-    """Refuse what cannot work in the program that this config is of. The config stays as it is.
+    """Refuse what cannot work in the program that this config is of. Lengths are resolved.
 
     Raises:
         UserError: for the first rule that is broken.
     """
     if isinstance(cfg, RLConfig):
-        resolved = copy.deepcopy(cfg)
-        resolve_lengths(resolved)
-        validate_rl(resolved, world_size)
+        resolve_lengths(cfg)
+        validate_rl(cfg, world_size)
     elif isinstance(cfg, EvaluateConfig):
-        require(cfg.model, "model is empty: give a folder or a hub id with --model")
-        require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
-        sampled = copy.deepcopy(cfg)
-        resolve_lengths(sampled)
-        validate_sampling(sampled)
+        resolve_lengths(cfg)
+        validate_sampling(cfg)
+        rules: Rules = {
+            "model: give a folder or a hub id with --model": not cfg.model,
+            "data.eval: give a JSONL file or reasoning_gym:NAME": not cfg.data.eval,
+        }
+        _refuse(cfg, rules)
     elif isinstance(cfg, SupervisedConfig):
         validate_supervised(cfg, world_size)
+
+
+def _refuse(cfg: object, rules: Rules, *, section: str = "") -> None:
+    """Raise UserError for the first rule that is broken.
+
+    Args:
+        cfg: the config, or a section of it.
+        rules: the rules.
+        section: what comes before the rules' names in the message, such as `policy.`.
+    """
+    for rule, is_broken in rules.items():
+        if is_broken:
+            names, _, why = rule.partition(": ")
+            values = [f"{section}{n} = {attrgetter(n)(cfg)!r}" for n in names.split(", ")]
+            raise UserError(f"{', '.join(values)}: {why}")
 
 
 def resolve_lengths(cfg: RLConfig | EvaluateConfig) -> None:
@@ -68,28 +98,162 @@ def resolve_dtypes(cfg: TrainingConfig, dtype: Dtype) -> None:
         cfg.critic.dtype = dtype
 
 
+# ---------------------------------------------------------------------------------------------- RL
+
+
 def validate_rl(cfg: RLConfig, world_size: int) -> None:
     """Refuse what cannot work in minirl.rl. Lengths must be resolved.
 
     Raises:
         UserError: for the first rule that is broken.
     """
+    validate_sampling(cfg)
     longest = cfg.engine.max_model_len
     scores = ("accuracy", "reward", f"pass@{cfg.eval.samples}")
-    validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
-    validate_length(cfg)
-    _rollout(cfg)
-    _reward(cfg)
-    validate_algorithm(cfg)
-    validate_critic(cfg)
-    validate_reference(cfg)
+    if cfg.reward.model:
+        setting = "engine.max_model_len + 1, for the end that reward.model reads,"
+        _budget(cfg, setting, longest + cfg.eval_extra_tokens + 1)
+    validate_model(cfg.critic, "critic", cfg.parallel.tensor)
 
-    num_ranks = cfg.engine.tensor_parallel_size
-    require(
-        world_size % num_ranks == 0,
-        f"engine.tensor_parallel_size = {num_ranks} does not divide the {world_size} ranks",
-    )
+    # What a step samples.
+    rollout = cfg.rollout
+    extra = rollout.extra_prompts
+    # What one of a file compares is looked up where it is imported (run/inputs.py).
+    compares = ":" not in cfg.algo.advantage and cfg.algo.advantage not in COMPARE_NOTHING
+    is_cut = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, -1, 0.0)
+    by_engine = cfg.sft.num_steps or rollout.ahead or rollout.dump
+    by_evaluation = cfg.checkpoint.best_metric or cfg.stop_at
+    rules: Rules = {
+        "num_steps, num_epochs: both say when the run ends; set one of them to 0": cfg.num_epochs
+        and cfg.num_steps not in (0, RLConfig().num_steps),
+        "num_epochs, rollout.replay: a replay draws no prompts; set num_steps instead": (
+            cfg.num_epochs and rollout.replay
+        ),
+        f"engine.tensor_parallel_size: it does not divide the {world_size} ranks": world_size
+        % cfg.engine.tensor_parallel_size,
+        "rollout.samples_per_prompt, algo.advantage: the method compares the samples of one "
+        "prompt, so it needs at least 2": compares and rollout.samples_per_prompt < 2,
+        "algo.updates_per_step, rollout.prompts_per_step: the first does not divide the second": (
+            rollout.prompts_per_step % cfg.algo.updates_per_step
+        ),
+        "rollout.top_p, rollout.top_k, rollout.min_p: the trainer cannot reproduce log-probs of a "
+        "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0": is_cut,
+        f"rollout.temperature: vLLM samples at {COLDEST} instead of less, and the trainer would "
+        f"not know; use {COLDEST} or more": rollout.temperature < COLDEST,
+        "rollout.keep_inside: its first number must be below its second": (
+            rollout.keep_inside[0] >= rollout.keep_inside[1]
+        ),
+        "rollout.extra_prompts, rollout.samples_per_prompt: prompts are replaced if their answers "
+        "earn the same; take 2 samples or more": extra and rollout.samples_per_prompt < 2,
+        "rollout.extra_prompts, reward.model: prompts are chosen by rewards during generation, and "
+        "a reward model scores after it; serve it (python -m minirl.rm serve), or set "
+        "extra_prompts to 0": extra and cfg.reward.model,
+        "rollout.curriculum_floor, rollout.extra_prompts, rollout.ahead, rollout.replay: a "
+        "curriculum learns from all prompts that it draws for a step; unset it or the others": (
+            rollout.curriculum_floor and (extra or rollout.ahead or rollout.replay)
+        ),
+        "rollout.ahead, rollout.prompts_per_step, rollout.max_staleness: the first is more than "
+        "the product of the others, so that some groups could not be trained on in time": (
+            rollout.ahead > rollout.prompts_per_step * rollout.max_staleness
+        ),
+        "rollout.replay: no engine runs, so sft.num_steps, rollout.ahead, rollout.dump, "
+        "checkpoint.best_metric and stop_at have no effect; unset them": (
+            rollout.replay and (by_engine or by_evaluation)
+        ),
+        "reward.overlong_tokens, env.max_tokens: the first must not be more than the second": (
+            cfg.reward.overlong_tokens > cfg.env.max_tokens
+        ),
+    }
+
+    # Advantages, loss, critic and reference.
+    algo = cfg.algo
+    critic = cfg.critic
+    ref = cfg.ref
+    distills = algo.advantage == "on_policy_distill"
+    no_kl = "algo.kl_coef: no KL is computed and no reference is loaded; set algo.kl_coef above 0"
+    has_kl = algo.kl_coef > 0
+    rules |= {
+        "algo.dual_clip: it must be 0 (off) or above 1": algo.dual_clip and algo.dual_clip <= 1,
+        "algo.dual_clip, algo.loss: cispo has its bound; set dual_clip to 0": (
+            algo.dual_clip and algo.loss == "cispo"
+        ),
+        "algo.kl_estimator, algo.kl_in: unbiased is about the gradient, and a reward has none; "
+        "take k1 (or auto)": algo.kl_estimator == "unbiased" and algo.kl_in == "reward",
+        "algo.whiten_tokens, algo.advantage: it belongs to reinforce_pp_baseline; unset it": (
+            algo.whiten_tokens and algo.advantage != "reinforce_pp_baseline"
+        ),
+        "critic.model, algo.advantage: only gae has a critic; set algo.advantage gae": (
+            critic.model and algo.advantage != "gae"
+        ),
+        "critic.model: leave it empty, and the critic starts as the policy does": (
+            critic.model == "scratch"
+        ),
+        "critic.ema_decay: a critic is not exported, its average would be lost; set it to 0": (
+            critic.ema_decay
+        ),
+        "algo.advantage, ref.model: the method learns from a teacher; name it with ref.model": (
+            distills and not ref.model
+        ),
+        "algo.advantage, algo.kl_in, algo.kl_coef: the method takes no rewards; set kl_in loss": (
+            distills and algo.kl_in == "reward" and has_kl
+        ),
+        f"algo.kl_target, {no_kl}": algo.kl_target and not has_kl,
+        f"ref.every, {no_kl}": ref.every and not has_kl,
+        f"ref.model, {no_kl}": ref.model and not (distills or has_kl),
+        f"algo.kl_in, {no_kl}": algo.kl_in == "reward" and not has_kl,
+        "ref.every, policy.lora.rank: with adapters the reference is the policy without them, "
+        "which does not change; leave ref.every at 0": ref.every and cfg.policy.lora.rank,
+        "ref.every, ref.model: the policy would replace this model; set one of them": (
+            ref.every and ref.model
+        ),
+        "ref.reset_optimizer, ref.every: the state is forgotten when the reference is replaced; "
+        "set ref.every": ref.reset_optimizer and not ref.every,
+        "ref.reset_optimizer, policy.ema_decay: the moving average would be forgotten too; set one "
+        "of them": ref.reset_optimizer and cfg.policy.ema_decay,
+    }
+
+    if critic.share_base:
+        policy = cfg.policy
+        no_rank = "lora.rank: nobody trains a shared base, and rank 0 trains all of it; 32 is usual"
+        differs = "with critic.share_base both are of the same base; set both alike"
+        rules |= {
+            f"critic.share_base, policy.{no_rank}": not policy.lora.rank,
+            f"critic.share_base, critic.{no_rank}": not critic.lora.rank,
+            "critic.share_base, critic.model: the base is the policy's; unset one": critic.model,
+            f"policy.dtype, critic.dtype: {differs}": policy.dtype != critic.dtype,
+            f"policy.cpu_offload, critic.cpu_offload: {differs}": (
+                policy.cpu_offload != critic.cpu_offload
+            ),
+            f"policy.lora.quantization, critic.lora.quantization: {differs}": (
+                policy.lora.quantization != critic.lora.quantization
+            ),
+        }
+    _refuse(cfg, rules)
+    if not cfg.num_epochs:  # or else it depends on the number of rows
+        validate_warmup(cfg, cfg.num_steps)
+
+
+def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
+    """Refuse what cannot work in any program that samples. Lengths must be resolved.
+
+    Raises:
+        UserError: for the first rule that is broken.
+    """
+    validate_templates(cfg.data)
+    names = "engine.max_model_len, data.max_prompt_tokens, rollout.max_tokens"
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    is_less = cfg.engine.max_model_len < longest
+    _refuse(cfg, {f"{names}: it is less than the sum, {longest}; set it to 0": is_less})
+
+
+def validate_warmup(cfg: RLConfig, num_steps: int) -> None:
+    """Refuse a warm-up of the critic that leaves the policy none of the run's steps."""
+    why = f"it leaves the policy none of the run's {num_steps} steps; lower it"
+    _refuse(cfg, {f"critic.warmup_steps: {why}": cfg.critic.warmup_steps >= max(1, num_steps)})
+
+
+# ----------------------------------------------------------------------------------------- training
 
 
 def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
@@ -100,149 +264,29 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
     """
     validate_templates(cfg.data)
     longest = cfg.data.max_tokens
+    scores: tuple[str, ...] = ("loss", "accuracy", "margin")
     if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
-        scores = ("loss", "accuracy", "margin")
         _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, scores)
-    elif isinstance(cfg, KTOConfig):
-        scores = ("loss", "accuracy", "margin")
-        _training(cfg, world_size, "data.max_tokens", longest, scores)
-        _single_answers(cfg)
     else:
-        _training(cfg, world_size, "data.max_tokens", longest, ("loss", "perplexity"))
+        scores = scores if isinstance(cfg, KTOConfig) else ("loss", "perplexity")
+        _training(cfg, world_size, "data.max_tokens", longest, scores)
 
     if isinstance(cfg, DPOConfig):
-        require(
-            cfg.algo.label_smoothing == 0 or cfg.algo.loss == "sigmoid",
-            f"algo.label_smoothing = {cfg.algo.label_smoothing} belongs to algo.loss = sigmoid, "
-            f"not {cfg.algo.loss}; set it to 0",
-        )
-
-
-def _single_answers(cfg: KTOConfig) -> None:
-    require(
-        cfg.batch_size > 1 or cfg.algo.loss != "kto",
-        f"batch_size = {cfg.batch_size}: algo.loss = kto estimates the KL by answers of other rows "
-        "of the batch; set it to 2 or more (64 and more are usual), or algo.loss apo_zero_unpaired",
-    )
-
-    desirable = cfg.algo.desirable_weight
-    undesirable = cfg.algo.undesirable_weight
-    require(
-        desirable > 0 or undesirable > 0,
-        f"algo.desirable_weight = {desirable} and algo.undesirable_weight = {undesirable} leave "
-        "nothing to learn; set one of them above 0",
-    )
-
-
-def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
-    """Refuse what cannot work in any program that samples. Lengths must be resolved.
-
-    Raises:
-        UserError: for the first rule that is broken.
-    """
-    validate_templates(cfg.data)
-
-    max_prompt = cfg.data.max_prompt_tokens
-    longest = max_prompt + cfg.rollout.max_tokens
-    require(
-        cfg.engine.max_model_len >= longest,
-        f"engine.max_model_len = {cfg.engine.max_model_len} is less than data.max_prompt_tokens + "
-        f"rollout.max_tokens = {max_prompt} + {cfg.rollout.max_tokens} = {longest}; raise it or "
-        "set it to 0",
-    )
-
-
-# ------------------------------------------------------------------------------------- shared rules
-
-
-def validate_templates(data: DataConfig | ChatsConfig | PairsConfig) -> None:
-    """Refuse templates that do not go together, and an input template without a place."""
-    template = data.input_template
-    for name, value in (
-        ("input_template", template),
-        ("chat_template", data.chat_template),
-        ("chat_template_kwargs", data.chat_template_kwargs),
-        ("system_prompt", data.system_prompt),
-    ):
-        require(
-            data.apply_chat_template or not value,
-            f"data.{name} = {value!r} has no place where data.apply_chat_template = False encodes "
-            "texts as they are; set one of them",
-        )
-    if not template:
-        return
-
-    require(
-        template.count("{}") == 1,
-        f"data.input_template = {template!r} must have {{}} once, for the prompt",
-    )
-
-    for name, value in (
-        ("chat_template", data.chat_template),
-        ("chat_template_kwargs", data.chat_template_kwargs),
-        ("system_prompt", data.system_prompt),
-    ):
-        require(
-            not value,
-            f"data.{name} = {value!r} has no place in data.input_template; set one of them",
-        )
-
-
-def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a mesh that does not divide the ranks, and options without their axis."""
-    replicate = parallel.replicate
-    context = parallel.context
-    tensor = parallel.tensor
-
-    product = replicate * context * tensor
-    require(
-        world_size % product == 0,
-        f"parallel.replicate * parallel.context * parallel.tensor = {replicate} * {context} * "
-        f"{tensor} = {product} does not divide the {world_size} ranks; the ranks that are left "
-        "over must be whole copies, over which parameters are sharded",
-    )
-
-    require(
-        not parallel.sequence or tensor > 1,
-        "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1; set "
-        "parallel.tensor",
-    )
-
-    experts = parallel.experts
-    num_ranks = world_size // replicate
-    works = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    require(
-        num_ranks % experts == 0,
-        f"parallel.experts = {experts} does not divide ranks / parallel.replicate = {world_size} / "
-        f"{replicate} = {num_ranks}; use {', '.join(works)}",
-    )
-
-    require(
-        not parallel.experts_across_nodes or experts > 1,
-        "parallel.experts_across_nodes is about the ranks of parallel.experts, and that is 1; set "
-        "parallel.experts",
-    )
-
-    require(
-        parallel.context_engine == "all_gather" or context > 1,
-        f"parallel.context_engine = {parallel.context_engine} needs parallel.context above 1",
-    )
-
-
-def _budget(cfg: RLConfig | SupervisedConfig, setting: str, longest: int) -> None:
-    """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
-    context = cfg.parallel.context
-    num_tokens = cfg.tokens_per_rank * context
-    budget = f"tokens_per_rank = {num_tokens}"
-    if context > 1:
-        budget = (
-            f"tokens_per_rank * parallel.context = {cfg.tokens_per_rank} * {context} = {num_tokens}"
-        )
-    require(
-        num_tokens >= longest,
-        f"{budget} cannot hold one sequence of {setting} = {longest} tokens; raise "
-        "tokens_per_rank or parallel.context, or lower the lengths",
-    )
+        is_wrong = cfg.algo.label_smoothing and cfg.algo.loss != "sigmoid"
+        why = "it belongs to the loss sigmoid; set it to 0"
+        _refuse(cfg, {f"algo.label_smoothing, algo.loss: {why}": is_wrong})
+    if isinstance(cfg, KTOConfig):
+        algo = cfg.algo
+        rules: Rules = {
+            "batch_size, algo.loss: kto estimates the KL by answers of other rows of the batch; "
+            "set batch_size to 2 or more (64 and more are usual), or algo.loss apo_zero_unpaired": (
+                cfg.batch_size < 2 and algo.loss == "kto"
+            ),
+            "algo.desirable_weight, algo.undesirable_weight: nothing is left to learn": not (
+                algo.desirable_weight or algo.undesirable_weight
+            ),
+        }
+        _refuse(cfg, rules)
 
 
 def _training(
@@ -261,419 +305,227 @@ def _training(
         longest: its value, in tokens.
         scores: names of the held-out scores.
     """
-    check_installed(cfg.log)
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
-    validate_schedule(cfg.policy, "policy")
-    validate_lora(cfg.policy, "policy", cfg.parallel.tensor)
-
-    require(
-        not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
-        "policy.optimizer_state = offload moves to the host what policy.cpu_offload keeps there "
-        "already; set one of them",
-    )
-
-    require(cfg.data.train, "data.train is empty: give a JSONL file or reasoning_gym:NAME")
-
-    require(
-        cfg.policy.model,
-        "policy.model is empty: name the folder or hub id of the model to train by --policy.model, "
-        "or ask for a small one with random weights by --policy.model scratch",
-    )
-
-    require(
-        cfg.data.eval or cfg.data.held_out != 0,
-        f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file",
-    )
-
+    validate_model(cfg.policy, "policy", cfg.parallel.tensor)
     metric = cfg.checkpoint.best_metric
-    require(
-        metric in ("", *scores),
-        f"checkpoint.best_metric = {metric!r} is no held-out score; use one of {', '.join(scores)}",
-    )
-
-    for score in cfg.stop_at:
-        # Names with a slash are of sources, functions and environments, which are found later.
-        require(
-            score in scores or "/" in score,
-            f"stop_at = {cfg.stop_at}: {score!r} is no held-out score; use one of "
-            f"{', '.join(scores)}, or source/NAME/accuracy",
-        )
-    require(
-        not cfg.stop_at or cfg.eval.every > 0,
-        f"stop_at = {cfg.stop_at} needs evaluations during training, and eval.every = 0; set it to "
-        "1 or more",
-    )
-
     every = cfg.checkpoint.every
-    eval_every = cfg.eval.every
-    require(
-        not metric or (every > 0 and eval_every > 0 and every % eval_every == 0),
-        f"checkpoint.best_metric = {metric} needs an evaluation of every checkpoint, but "
-        f"checkpoint.every = {every} is no multiple of eval.every = {eval_every}",
+    is_scored = cfg.eval.every and every and every % cfg.eval.every == 0
+    # Names with a slash are of sources, functions and environments, which are found later.
+    unknown = [score for score in cfg.stop_at if score not in scores and "/" not in score]
+    known = f"no held-out score; use one of {', '.join(scores)}"
+    rules: Rules = {
+        "data.train: give a JSONL file or reasoning_gym:NAME": not cfg.data.train,
+        "policy.model: name the folder or hub id of the model to train by --policy.model, or ask "
+        "for a small one with random weights by --policy.model scratch": not cfg.policy.model,
+        "data.held_out, data.eval: hold out at least 1 where data.eval names no file": (
+            cfg.data.held_out == 0 and not cfg.data.eval
+        ),
+        f"checkpoint.best_metric: it is {known}": metric not in ("", *scores),
+        f"stop_at: {unknown} is {known}, or source/NAME/accuracy": unknown,
+        "stop_at, eval.every: it needs evaluations during training; set eval.every to 1 or more": (
+            cfg.stop_at and not cfg.eval.every
+        ),
+        "checkpoint.best_metric, checkpoint.every, eval.every: every checkpoint needs an "
+        "evaluation; set checkpoint.every to a multiple of eval.every": metric and not is_scored,
+    }
+    for package in ("wandb", "trackio"):  # or it would fail when the model is loaded
+        is_missing = attrgetter(package)(cfg.log) and find_spec(package) is None
+        rules[f"log.{package}: it needs the package; `pip install {package}`"] = is_missing
+    _refuse(cfg, rules)
+
+
+def _budget(cfg: RLConfig | SupervisedConfig, setting: str, longest: int) -> None:
+    """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
+    num_tokens = cfg.tokens_per_rank * cfg.parallel.context
+    why = (
+        f"the product, {num_tokens}, cannot hold one sequence of {setting} = {longest} tokens; "
+        "raise tokens_per_rank or parallel.context, or lower the lengths"
     )
+    _refuse(cfg, {f"tokens_per_rank, parallel.context: {why}": num_tokens < longest})
 
 
-# -------------------------------------------------------------------------------------- rules of RL
+def validate_templates(data: RowsConfig) -> None:
+    """Refuse templates that do not go together, and an input template without a place."""
+    template = data.input_template
+    rules: Rules = {}
+    for name in ("input_template", "chat_template", "chat_template_kwargs", "system_prompt"):
+        value = attrgetter(name)(data)
+        why = "texts are encoded as they are; set one of them"
+        rules[f"{name}, apply_chat_template: {why}"] = value and not data.apply_chat_template
+        if name != "input_template":
+            why = "an input template has no place for it; set one of them"
+            rules[f"{name}, input_template: {why}"] = value and template
+    has_place = template.count("{}") == 1
+    rules["input_template: it must have {} once, for the prompt"] = template and not has_place
+    _refuse(data, rules, section="data.")
 
 
-def _reward(cfg: RLConfig) -> None:
-    if cfg.reward.model:
-        _budget(
-            cfg,
-            "engine.max_model_len + 1, for the end that reward.model reads,",
-            cfg.engine.max_model_len + cfg.eval_extra_tokens + 1,
-        )
-
-    overlong = cfg.reward.overlong_tokens
-    require(
-        overlong <= cfg.env.max_tokens,
-        f"reward.overlong_tokens = {overlong} must be between 0 (off) and env.max_tokens = "
-        f"{cfg.env.max_tokens}",
-    )
-
-
-def _rollout(cfg: RLConfig) -> None:
-    rollout = cfg.rollout
-    advantage = cfg.algo.advantage
-
-    # What one of a file compares is looked up where it is imported (user_algorithms.py).
-    is_own = ":" in advantage
-    compares = not is_own and advantage not in ("reinforce_pp", "gae", "on_policy_distill")
-    require(
-        rollout.samples_per_prompt > 1 or not compares,
-        f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: algo.advantage = {advantage} "
-        "compares the samples of one prompt, so it needs at least 2",
-    )
-
-    updates = cfg.algo.updates_per_step
-    require(
-        rollout.prompts_per_step % updates == 0,
-        f"algo.updates_per_step = {updates} does not divide rollout.prompts_per_step = "
-        f"{rollout.prompts_per_step}",
-    )
-
-    require(
-        (rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, -1, 0.0),
-        f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}: the "
-        "trainer cannot reproduce log-probs of a truncated distribution; train with top_p 1.0, "
-        "top_k -1, min_p 0.0",
-    )
-
-    require(
-        rollout.temperature >= COLDEST,
-        f"rollout.temperature = {rollout.temperature}: vLLM samples at {COLDEST} instead of less, "
-        f"and the trainer would not know; use {COLDEST} or more",
-    )
-
-    low, high = rollout.keep_inside
-    require(
-        low < high,
-        f"rollout.keep_inside = {rollout.keep_inside} is empty: its first number must be below its "
-        "second",
-    )
-
-    extra = rollout.extra_prompts
-    require(
-        not extra or rollout.samples_per_prompt > 1,
-        f"rollout.extra_prompts = {extra} replaces prompts if their answers earn the same, and "
-        "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0",
-    )
-
-    require(
-        not extra or not cfg.reward.model,
-        f"rollout.extra_prompts = {extra} chooses prompts by their rewards during generation, and "
-        f"reward.model = {cfg.reward.model} scores after it; serve it (python -m minirl.rm serve) "
-        "or set extra_prompts to 0",
-    )
-
-    require(
-        not rollout.curriculum_floor or not (extra or rollout.ahead or rollout.replay),
-        f"rollout.curriculum_floor = {rollout.curriculum_floor} draws the prompts of a step and "
-        f"learns from all of them, which rollout.extra_prompts = {extra}, ahead = {rollout.ahead} "
-        f"and replay = {rollout.replay!r} do not allow; unset one or the other",
-    )
-
-    most_ahead = rollout.prompts_per_step * rollout.max_staleness
-    require(
-        rollout.ahead <= most_ahead,
-        f"rollout.ahead = {rollout.ahead} is more than prompts_per_step = "
-        f"{rollout.prompts_per_step} times max_staleness = {rollout.max_staleness}, so that some "
-        f"groups could not be trained on in time; lower it to {most_ahead} or less, or raise "
-        "max_staleness",
-    )
-
-    by_engine = (cfg.sft.num_steps, rollout.ahead, rollout.dump)
-    by_evaluation = (cfg.checkpoint.best_metric, cfg.stop_at)
-    require(
-        not rollout.replay or not any(by_engine + by_evaluation),
-        f"rollout.replay = {rollout.replay} runs no engine, so sft.num_steps, rollout.ahead, "
-        "rollout.dump, checkpoint.best_metric and stop_at have no effect; unset them",
-    )
+def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a mesh that does not divide the ranks, and options without their axis."""
+    product = parallel.replicate * parallel.context * parallel.tensor
+    num_ranks = world_size // parallel.replicate
+    works = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    rules: Rules = {
+        f"replicate, context, tensor: their product, {product}, does not divide the {world_size} "
+        "ranks; over those that are left, parameters are sharded": world_size % product,
+        "sequence, tensor: tokens are divided over tensor-parallel ranks; set parallel.tensor": (
+            parallel.sequence and parallel.tensor == 1
+        ),
+        f"experts, replicate: the first does not divide the {num_ranks} ranks of a copy; use "
+        f"{', '.join(works)}": num_ranks % parallel.experts,
+        "experts_across_nodes, experts: it is about ranks that divide experts; set both": (
+            parallel.experts_across_nodes and parallel.experts == 1
+        ),
+        "context_engine, context: it needs parallel.context above 1": (
+            parallel.context_engine != "all_gather" and parallel.context == 1
+        ),
+    }
+    _refuse(parallel, rules, section="parallel.")
 
 
-# ----------------------------------------------------------------------------- algo, critic and ref
-
-
-def validate_algorithm(cfg: RLConfig) -> None:
-    """Refuse what cannot work in the section `algo`. Raises UserError."""
-    algo = cfg.algo
-    require(
-        algo.dual_clip == 0 or algo.dual_clip > 1,
-        f"algo.dual_clip = {algo.dual_clip} must be 0 (off) or above 1",
-    )
-
-    require(
-        algo.loss != "cispo" or not algo.dual_clip,
-        f"algo.dual_clip = {algo.dual_clip} bounds what algo.loss = cispo bounds already; set it "
-        "to 0",
-    )
-
-    require(
-        algo.kl_in == "loss" or algo.kl_estimator != "unbiased",
-        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1 (or "
-        "auto)",
-    )
-
-    require(
-        not algo.whiten_tokens or algo.advantage == "reinforce_pp_baseline",
-        f"algo.whiten_tokens belongs to algo.advantage = reinforce_pp_baseline, not "
-        f"{algo.advantage}; unset it",
-    )
-
-
-def validate_critic(cfg: RLConfig) -> None:
-    """Refuse what cannot work in the section `critic`. Raises UserError."""
-    critic = cfg.critic
-    require(
-        cfg.algo.advantage == "gae" or not critic.model,
-        f"critic.model = {critic.model} has no effect while algo.advantage = "
-        f"{cfg.algo.advantage}; set algo.advantage gae",
-    )
-
-    require(
-        critic.model != "scratch",
-        "critic.model = scratch: leave it empty, and the critic starts as the policy does",
-    )
-
-    if not cfg.num_epochs:  # or else it depends on the number of rows
-        validate_warmup(cfg, cfg.num_steps)
-    validate_schedule(critic, "critic")
-    validate_lora(critic, "critic", cfg.parallel.tensor)
-    validate_shared_base(cfg)
-
-    require(
-        critic.ema_decay == 0,
-        f"critic.ema_decay = {critic.ema_decay}: the critic is not exported, so its average would "
-        "be lost; set it to 0",
-    )
-
-
-def validate_reference(cfg: RLConfig) -> None:
-    """Refuse a penalty for the distance to a reference that is not there. Raises UserError."""
-    algo = cfg.algo
-    ref = cfg.ref
-    distills = algo.advantage == "on_policy_distill"
-
-    require(
-        not distills or ref.model,
-        "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model",
-    )
-
-    require(
-        not distills or algo.kl_in == "loss" or not algo.kl_coef,
-        "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or "
-        "algo.kl_coef 0",
-    )
-
-    for is_set, setting in (
-        (algo.kl_target, f"algo.kl_target = {algo.kl_target}"),
-        (ref.every, f"ref.every = {ref.every}"),
-        (ref.model and not distills, f"ref.model = {ref.model}"),
-        (algo.kl_in == "reward", "algo.kl_in = reward"),
-    ):
-        require(
-            not is_set or algo.kl_coef > 0,
-            f"{setting} has no effect while algo.kl_coef = {algo.kl_coef}: no KL is computed and "
-            "no reference is loaded; set algo.kl_coef above 0",
-        )
-
-    rank = cfg.policy.lora.rank
-    require(
-        not (ref.every and rank),
-        f"ref.every = {ref.every} would make the adapted policy the reference, and with "
-        f"policy.lora.rank = {rank} that is the policy without its adapters; leave ref.every at 0",
-    )
-
-    require(
-        not (ref.every and ref.model),
-        f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of "
-        "them",
-    )
-
-    require(
-        not ref.reset_optimizer or ref.every,
-        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is replaced; "
-        "set ref.every",
-    )
-
-    require(
-        not ref.reset_optimizer or not cfg.policy.ema_decay,
-        f"ref.reset_optimizer would forget the moving average of policy.ema_decay = "
-        f"{cfg.policy.ema_decay} too; set one of them",
-    )
-
-
-# ----------------------------------------------------------------------------------------- adapters
-
-
-def validate_lora(cfg: PolicyConfig, section: str, num_tensor: int) -> None:
-    """Refuse what cannot work with adapters.
+def validate_model(cfg: PolicyConfig, section: str, num_tensor: int) -> None:
+    """Refuse a schedule, offloading or adapters of a model that cannot work.
 
     Args:
-        cfg: the settings of a model.
-        section: that they are, such as policy.
+        cfg: the settings of the model.
+        section: their section, policy or critic.
         num_tensor: `parallel.tensor`.
 
     Raises:
-        UserError: adapters are asked for with a setting that has no meaning with them, or
-            settings of adapters are given without a rank.
+        UserError: for the first rule that is broken.
     """
     lora = cfg.lora
-    if not lora.rank:
-        changed = [name for name, value in vars(LoraConfig()).items() if value != vars(lora)[name]]
-        require(
-            not changed,
-            f"{section}.lora.{(changed or [''])[0]} is set, but {section}.lora.rank is 0, so that "
-            f"there are no adapters; set {section}.lora.rank (32 is usual)",
-        )
-        return
-
-    require(
-        cfg.model != "scratch",
-        f"{section}.model = scratch makes random weights, and {section}.lora.rank = {lora.rank} "
-        f"would leave them as they are; train such a model whole first ({section}.lora.rank 0), "
-        "and then adapters of what it has become",
-    )
-
-    require(
-        not cfg.freeze,
-        f"{section}.freeze = {cfg.freeze}: with {section}.lora.rank = {lora.rank} all weights are "
-        f"frozen already; leave {section}.freeze empty, and say by {section}.lora.targets what is "
-        "adapted",
-    )
-
-    require(
-        not cfg.router.bias_update_rate,
-        f"{section}.router.bias_update_rate = {cfg.router.bias_update_rate} moves weights of the "
-        f"base, which {section}.lora.rank = {lora.rank} leaves as it is; set one of them to 0",
-    )
-
-    require(
-        lora.targets,
-        f"{section}.lora.targets is empty, so that nothing would get an adapter; leave it out for "
-        "all linear layers",
-    )
-
-    require(
-        lora.quantization == "none" or num_tensor == 1,
-        f"{section}.lora.quantization = {lora.quantization} and parallel.tensor = {num_tensor}: "
-        "matrices in four bits are sharded over the ranks as bytes, and not split for tensor "
-        "parallelism; set parallel.tensor 1, or the quantization none",
-    )
-
-    require(
-        lora.quantization == "none" or not cfg.cpu_offload,
-        f"{section}.lora.quantization = {lora.quantization} and {section}.cpu_offload both save "
-        "the memory of the base; set one of them",
-    )
+    shares = cfg.lr_warmup_ratio + cfg.lr_decay_ratio
+    rules: Rules = {
+        "lr_warmup_steps, lr_warmup_ratio: both say how long the warm-up is; set one of them": (
+            cfg.lr_warmup_steps and cfg.lr_warmup_ratio
+        ),
+        "lr_warmup_ratio, lr_decay_ratio: they are more than all steps together": (
+            cfg.lr_schedule == "wsd" and shares > 1
+        ),
+        "cpu_offload, optimizer_state: the first moves the state to the host already; set one of "
+        "them": cfg.cpu_offload and cfg.optimizer_state == "offload",
+    }
+    if lora.rank:
+        in_four_bits = lora.quantization != "none"
+        rules |= {
+            "model, lora.rank: adapters would leave random weights as they are; train such a model "
+            "whole first (rank 0), and then adapters of what it has become": cfg.model == "scratch",
+            "freeze, lora.rank: all weights are frozen already; leave freeze empty, and say by "
+            "lora.targets what is adapted": cfg.freeze,
+            "router.bias_update_rate, lora.rank: the first moves weights of the base, which "
+            "adapters leave as it is; set one of them to 0": cfg.router.bias_update_rate,
+            "lora.targets: nothing gets an adapter; leave it out for all linear layers": (
+                not lora.targets
+            ),
+            f"lora.quantization: matrices in four bits are not split over parallel.tensor = "
+            f"{num_tensor} ranks; set one of them to its default": in_four_bits and num_tensor > 1,
+            "lora.quantization, cpu_offload: both save the memory of the base; set one of them": (
+                in_four_bits and cfg.cpu_offload
+            ),
+        }
+    else:
+        for name, value in vars(LoraConfig()).items():
+            why = f"there are no adapters; set {section}.lora.rank (32 is usual)"
+            rules[f"lora.{name}, lora.rank: {why}"] = value != vars(lora)[name]
+    _refuse(cfg, rules, section=f"{section}.")
 
 
-def validate_shared_base(cfg: RLConfig) -> None:
-    """Refuse a critic on a base that is not the policy's, or is trained. Raises UserError."""
-    policy = cfg.policy
-    critic = cfg.critic
-    if not critic.share_base:
-        return
-
-    for section, rank in (("policy", policy.lora.rank), ("critic", critic.lora.rank)):
-        require(
-            rank,
-            f"critic.share_base needs a base that nobody trains, but {section}.lora.rank = 0 "
-            f"trains all weights; set {section}.lora.rank (32 is usual), or unset "
-            "critic.share_base",
-        )
-
-    require(
-        not critic.model,
-        f"critic.model = {critic.model} is a base of its own, and critic.share_base takes the "
-        "policy's; set one of them",
-    )
-
-    for name, of_policy, of_critic in (
-        ("dtype", policy.dtype, critic.dtype),
-        ("cpu_offload", policy.cpu_offload, critic.cpu_offload),
-        ("lora.quantization", policy.lora.quantization, critic.lora.quantization),
-    ):
-        require(
-            of_policy == of_critic,
-            f"critic.share_base: policy.{name} = {of_policy} and critic.{name} = {of_critic} are "
-            "of the same base; set both alike",
-        )
+# ------------------------------------------------------------------------------- what settings name
 
 
-# ------------------------------------------------------------------------------------------ lengths
+def check_named(cfg: Any) -> None:
+    """Refuse a config that names what is not there, by a look at the file system.
 
-
-def validate_schedule(cfg: PolicyConfig, section: str) -> None:
-    """Refuse a schedule of the learning rate that is given twice, or has parts that overlap."""
-    steps = cfg.lr_warmup_steps
-    ratio = cfg.lr_warmup_ratio
-    require(
-        not (steps and ratio),
-        f"{section}.lr_warmup_steps = {steps} and {section}.lr_warmup_ratio = {ratio} both say how "
-        "long the warm-up is; set one of them to 0",
-    )
-
-    decay = cfg.lr_decay_ratio
-    require(
-        cfg.lr_schedule != "wsd" or ratio + decay <= 1,
-        f"{section}.lr_warmup_ratio = {ratio} and {section}.lr_decay_ratio = {decay} are more than "
-        "all steps together; lower one of them",
-    )
-
-
-def validate_length(cfg: RLConfig) -> None:
-    """Refuse a run with two lengths, or in passes over prompts that it does not draw."""
-    default = RLConfig().num_steps
-    require(
-        not cfg.num_epochs or cfg.num_steps in (0, default),
-        f"num_steps = {cfg.num_steps} and num_epochs = {cfg.num_epochs} both say when the run "
-        "ends; set one of them to 0",
-    )
-
-    require(
-        not (cfg.num_epochs and cfg.rollout.replay),
-        f"num_epochs = {cfg.num_epochs} is passes over prompts, and rollout.replay = "
-        f"{cfg.rollout.replay} draws none; set num_steps instead",
-    )
-
-
-def validate_warmup(cfg: RLConfig, num_steps: int) -> None:
-    """Refuse a warm-up of the critic that leaves the policy no step.
+    Only what is wrong for sure is refused here, before anything is imported. Whoever opens a thing
+    asks the same functions, so that each mistake has one message wherever it is found.
 
     Args:
-        cfg: the settings.
-        num_steps: of the run.
+        cfg: of any program.
 
     Raises:
-        UserError: the warm-up is as long as the run.
+        UserError: for the first thing that is missing.
     """
-    warmup_steps = cfg.critic.warmup_steps
-    length = f"num_steps = {num_steps}"
-    if cfg.num_epochs:
-        length = f"the {num_steps} steps of num_epochs = {cfg.num_epochs}"
+    check_models(cfg)
+    settings = flatten(dataclasses.asdict(cfg))
+    for setting in ("data.train", "data.eval"):
+        for source in _texts(settings.get(setting)):
+            check_source(source, setting)
+    for setting in FUNCTIONS:
+        for name in _texts(settings.get(setting)):
+            in_file = FUNCTION_FILE.fullmatch(name.partition("?")[0])
+            if in_file:  # who looks a registered name up refuses it if it is unknown
+                file = in_file["file"]
+                require(is_file(file), f"{setting} = {name}: no file {file}")
+    for template in _texts(settings.get("data.chat_template")):
+        why = "no such file; give the path of a text file"
+        require(is_file(template), f"data.chat_template = {template!r}: {why}")
+    for replay in _texts(settings.get("rollout.replay")):
+        why = "no such folder; give the folder `rollouts` of a run that had rollout.dump"
+        require(os.path.isdir(replay), f"rollout.replay = {replay}: {why}")
+    for run in _texts(settings.get("run")):
+        check_run(run)
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the texts that a setting has: none, one or several."""
+    texts = value if isinstance(value, list) else [value]
+    return [text for text in texts if text]
+
+
+def check_models(cfg: Any) -> None:
+    """Refuse a config that names a model that is not there. Raises UserError."""
+    settings = flatten(dataclasses.asdict(cfg))
+    for setting in MODELS:
+        for model in _texts(settings.get(setting)):
+            check_model(model, setting)
+
+
+def check_model(model: str, setting: str) -> None:
+    """Refuse what is neither a folder nor of the form of a hub id.
+
+    Args:
+        model: the value of the setting.
+        setting: what names the model, for the message.
+
+    Raises:
+        UserError: there is no such folder, and it cannot be on a hub.
+    """
+    owner, slash, _ = model.partition("/")
+    is_path = slash and (owner in OWN_FOLDERS or os.path.isdir(owner))
+    is_hub_id = re.fullmatch(HUB_ID, model) and not is_path
     require(
-        warmup_steps < max(1, num_steps),
-        f"critic.warmup_steps = {warmup_steps} leaves the policy none of {length}; lower it",
+        is_hub_id or os.path.isdir(model),
+        f"{setting} = {model!r} is neither a folder nor a hub id (NAME or OWNER/NAME); if a recipe "
+        "asks for it, the comment at its top says how it is made",
+    )
+
+
+def check_run(run: str | Path) -> None:
+    """Refuse a folder that is not that of a run. Raises UserError."""
+    require(
+        is_file(Path(run) / "config.yaml"),
+        f"run = {run} is not the folder of a run: it has no config.yaml",
+    )
+
+
+def check_source(source: str, setting: str) -> None:
+    """Refuse a source of rows that is no file, no folder, no hub id and no generator.
+
+    Args:
+        source: as data/sources.py describes it.
+        setting: what names it, for the message.
+
+    Raises:
+        UserError: there is nothing of that name.
+    """
+    place = source.partition("?")[0]
+    is_hub_id = re.fullmatch(HUB_ID, place) and not place.endswith(ROW_FILES)
+    is_there = place and (is_file(place) or os.path.isdir(place))
+    require(
+        place.startswith(GYM) or is_hub_id or is_there,
+        f"{setting} = {source!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
+        f"folder or hub id of datasets or {GYM}NAME (if a recipe asks for it, the comment at its "
+        "top says how it is made)",
     )

@@ -1,13 +1,45 @@
-"""How values are written: in YAML files, as words of flags, and in `NAME?option=value`."""
+"""What a setting that is a number may be, and how values are written.
+
+No number is infinite or not a number, no count is larger than a library can hold; `parse.py` makes
+the error message of a value that its type refuses. Values are written in YAML files, as words of
+flags, and in `NAME?option=value`.
+"""
 
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 import yaml
+from pydantic import Field
 
 from minirl.base.errors import UserError
+
+LARGEST = 2**31 - 1  # Of what is counted: libraries keep such numbers in 32 bits.
+
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+MaxTokens = Annotated[int, Field(ge=2, le=LARGEST)]  # A token and the next one.
+TopK = Annotated[int, Field(ge=-1, le=LARGEST)]  # -1 and 0: all tokens.
+Size = Annotated[int, Field(gt=0, le=2**16)]  # Of a model that is made from nothing.
+EvenSize = Annotated[int, Field(gt=0, le=2**16, multiple_of=2)]  # Rotary positions turn pairs.
+Retries = Annotated[int, Field(ge=0, le=20)]  # The pause doubles with each.
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Epochs = Annotated[float, Field(gt=0, le=1e6)]
+OptionalEpochs = Annotated[float, Field(ge=0, le=1e6)]  # 0: something else says how long.
+# What timers of the operating system can hold; a limit of no time at all would end everything.
+Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
+Pause = Annotated[float, Field(ge=0, le=3600)]  # Seconds.
+Minutes = Annotated[float, Field(ge=0.01, le=1e6)]
+Gigabytes = Annotated[float, Field(ge=0, le=1e6)]
 
 # The words for true and false, of YAML and of flags.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -24,9 +56,7 @@ class _Loader(yaml.SafeLoader):
         """Return the mapping that begins here, if its keys differ."""
         node = super().compose_mapping_node(anchor)
         seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
             if key.value in seen:
                 raise yaml.composer.ComposerError(
                     None, None, f"the key {key.value!r} is there twice; remove one", key.start_mark
@@ -47,17 +77,9 @@ yaml.add_implicit_resolver(
     Dumper=_Dumper,
 )
 
-# What the library raises for values that their tags do not allow (a 13th month, a number of 5,000
-# digits, !!bool maybe) and for brackets that are nested too deep.
-_BAD_VALUE = (
-    yaml.YAMLError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+# What the library raises for a text, and for values that their tags do not allow (a 13th month, a
+# number of 5,000 digits, !!bool maybe).
+_BAD_TEXT = (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -72,11 +94,10 @@ def parse_yaml(text: str, where: str) -> Any:
     """
     try:
         values = yaml.load(text, _Loader)
-    except _BAD_VALUE as error:
-        problem = str(error)
-        if not isinstance(error, yaml.YAMLError):
-            problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{where}: not valid YAML: {problem[:1000]}; correct it there") from error
+    except _BAD_TEXT as error:
+        kind = "" if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: "
+        problem = f"not valid YAML: {kind}{str(error)[:1000]}"
+        raise UserError(f"{where}: {problem}; correct it there") from error
     return {} if values is None else values
 
 

@@ -41,8 +41,8 @@ import numpy as np
 
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_file, library_reads, parse_json
-from minirl.config.named import GYM, check_source
 from minirl.config.shared import RowsConfig
+from minirl.config.validate import GYM, check_source
 from minirl.config.values import read_word
 from minirl.data.rows import MakeRow, Rows
 from minirl.parallel.machines import check_same, errors_of_all

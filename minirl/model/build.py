@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minirl.base.errors import UserError, require
 from minirl.base.reading import library_reads
-from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
+from minirl.config.validate import check_model
 from minirl.model import attention, checks, delta_net, experts, families, fused, loading, routing
 from minirl.model.adapters import lora
 from minirl.model.adapters.files import is_adapter_folder, read_adapter

@@ -11,7 +11,6 @@ import contextlib
 import sys
 
 from minirl.base.errors import BAD_INPUT, DONE, UserError, require
-from minirl.config.named import check_models
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
@@ -22,7 +21,7 @@ from minirl.config.supervised import (
     SFTConfig,
     SupervisedConfig,
 )
-from minirl.config.validate import resolve_lengths, validate_parallel
+from minirl.config.validate import check_models, resolve_lengths, validate_parallel
 from minirl.plan import advice, cards, page
 from minirl.plan.plan import Plan, make_plan
 from minirl.plan.sizes import read_config

@@ -13,8 +13,8 @@ from typing import Any
 
 from minirl.base.errors import require
 from minirl.base.reading import is_file, library_reads, read_json
-from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
+from minirl.config.validate import check_model
 
 # Without these nothing can be counted. A config.json may leave them out where they are the defaults
 # of its class, which only transformers knows.

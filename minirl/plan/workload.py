@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from minirl.config.named import FUNCTION_FILE
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
-from minirl.config.validate import resolve_dtypes
+from minirl.config.validate import FUNCTION_FILE, resolve_dtypes
 from minirl.plan.sizes import ModelSizes, read_sizes
 
 # What is minimised. frozen: nothing; the model computes log-probs.
@@ -132,7 +131,8 @@ def rl_workload(
     answer = lengths.answer or cfg.env.max_tokens
     num_sequences = cfg.rollout.prompts_per_step * num_samples
     of_update = math.ceil(num_sequences / algo.updates_per_step)
-    needs_logprobs = algo.num_updates > 1 or algo.entropy_share > 0 or _reads_old_logprobs(algo)
+    num_updates = algo.num_epochs * algo.updates_per_step
+    needs_logprobs = num_updates > 1 or algo.entropy_share > 0 or _reads_old_logprobs(algo)
     engine = None
     if not cfg.rollout.replay:
         max_model_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
@@ -142,7 +142,7 @@ def rl_workload(
         world_size=world_size,
         roles=roles,
         load=_load(cfg, world_size, of_update, prompt, answer, num_samples),
-        num_updates=algo.num_updates,
+        num_updates=num_updates,
         num_annotations=needs_logprobs + (has_reference and is_base),
         num_sequences=num_sequences,
         engine=engine,
@@ -199,7 +199,7 @@ def _frozen(name: str, models: Mapping[str, Mapping[str, Any]], policy: PolicyCo
 
 
 def _is_base(policy: PolicyConfig, reference: str) -> bool:
-    """Return whether a reference is the policy without its adapters, as `policy.is_base` does.
+    """Return whether a reference is the policy without its adapters, as `frozen.is_base` does.
 
     Args:
         policy: what is set for the policy.

@@ -307,7 +307,7 @@ class Sampler:
             prompts_per_step=cfg.prompts_per_step,
             ahead=cfg.ahead,
             max_staleness=cfg.max_staleness,
-            updates_per_step=self.cfg.algo.num_updates,
+            updates_per_step=self.cfg.algo.num_epochs * self.cfg.algo.updates_per_step,
         )
         self.engine_loop.version = version
         self.runner.troubles.clear()

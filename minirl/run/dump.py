@@ -70,21 +70,32 @@ class Dump:
     def finish(self) -> None:
         """Write the tables of the step. Collective over the ranks that share sequences."""
         with self.timer.phase("dump"):
+            sampled = []
+            for t, place in zip(self.trajectories, self.places, strict=True):
+                row: tuple = (t.group, t.episode, t.segment, *place, len(t.tokens), t.sampled.sum())
+                row += (t.info["score"], t.reward, t.info["staleness"], t.info["stopped"])
+                sampled.append((*row, bool(t.info["error"])))
+
             trained: list[tuple] = []
             values = [np.zeros((0, len(index.VALUES)), np.float32)]
             num_rows = 0
             for trajectories, batch in self.trained:
-                for t, columns in zip(trajectories, _values(trajectories, batch), strict=True):
-                    trained.append(_trained_row(t, columns, num_rows))
-                    values.append(columns)
-                    num_rows += len(columns)
+                columns = []
+                for column in (batch.advantages, batch.old_logprobs, batch.old_entropy):
+                    if column is None:  # a critic's warm-up makes no log-probs
+                        column = torch.full_like(batch.engine_logprobs, torch.nan)
+                    columns.append(unpack(column.detach().float(), trajectories, batch))
+                for t, *parts in zip(trajectories, *columns, strict=True):
+                    values.append(np.stack(parts, axis=1))
+                    advantages, logprobs, entropies = values[-1][t.sampled].T
+                    mismatch = np.abs(logprobs - t.logprobs[t.sampled])
+                    row = (t.group, t.episode, t.segment, num_rows, len(t.tokens))
+                    row += (mismatch.max(), mismatch.mean(), entropies.mean(), advantages.mean())
+                    trained.append(row)
+                    num_rows += len(t.tokens)
             if self.mesh.rank % self.mesh.num_copies:
                 # The first of the ranks that hold the same sequences writes them.
                 trained, values = [], values[:1]
-            sampled = [
-                _sampled_row(t, place)
-                for t, place in zip(self.trajectories, self.places, strict=True)
-            ]
             index.write_tables(
                 index.part_of(self.folder, self.step, self.mesh.rank),
                 np.array(sampled, index.SAMPLED),
@@ -92,47 +103,3 @@ class Dump:
                 np.concatenate(values),
             )
             self.trained.clear()
-
-
-def _values(trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
-    """Return the trainer's values of each trajectory's tokens, float32 [L, 3]."""
-    columns = []
-    for column in (batch.advantages, batch.old_logprobs, batch.old_entropy):
-        if column is None:  # a critic's warm-up makes no log-probs
-            column = torch.full_like(batch.engine_logprobs, torch.nan)
-        columns.append(unpack(column.detach().float(), trajectories, batch))
-    return [np.stack(parts, axis=1) for parts in zip(*columns, strict=True)]
-
-
-def _sampled_row(t: Trajectory, place: tuple[int, int]) -> tuple:
-    """Return the row of a trajectory in SAMPLED."""
-    return (
-        t.group,
-        t.episode,
-        t.segment,
-        *place,
-        len(t.tokens),
-        t.sampled.sum(),
-        t.info["score"],
-        t.reward,
-        t.info["staleness"],
-        t.info["stopped"],
-        bool(t.info["error"]),
-    )
-
-
-def _trained_row(t: Trajectory, values: np.ndarray, start: int) -> tuple:
-    """Return the row of a trajectory in TRAINED. `values`: float32 [L, 3], one row a token."""
-    advantages, logprobs, entropies = values[t.sampled].T
-    mismatch = np.abs(logprobs - t.logprobs[t.sampled])
-    return (
-        t.group,
-        t.episode,
-        t.segment,
-        start,
-        len(t.tokens),
-        mismatch.max(),
-        mismatch.mean(),
-        entropies.mean(),
-        advantages.mean(),
-    )

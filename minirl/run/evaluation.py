@@ -8,7 +8,7 @@ from minirl.data.prompts import Prompts
 from minirl.engine.engine import Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.run.metrics import breakdown
-from minirl.train.reward_model import RewardModel
+from minirl.train.frozen import RewardModel
 
 NUM_SHOWN = 5  # Prompts with answers that people may read.
 

@@ -29,9 +29,15 @@ from minirl.checkpoint import changes, lock
 from minirl.checkpoint.finding import finished
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig, TrainingConfig
+from minirl.config.shared import (
+    DataConfig,
+    EvaluateConfig,
+    RowsConfig,
+    SamplingConfig,
+    TrainingConfig,
+)
 from minirl.config.supervised import SupervisedConfig
-from minirl.config.validate import resolve_lengths, validate_rl, validate_warmup
+from minirl.config.validate import check_settings, validate_warmup
 from minirl.data.chat import has_calls
 from minirl.data.lengths import LengthBound, check_lengths
 from minirl.data.order import Mark, read_rows
@@ -103,8 +109,7 @@ class Inputs:
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         # 1. Settings, and the output folder.
-        resolve_lengths(cfg)
-        validate_rl(cfg, mesh.world_size)
+        check_settings(cfg, mesh.world_size)
         check_output(cfg, mesh)
         if mesh.device.type == "cpu":  # where an engine's ranks share memory
             num_ranks = cfg.engine.tensor_parallel_size
@@ -127,8 +132,7 @@ class Inputs:
                 self.rewards.check_supported()
 
             # 3. Models.
-            max_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
-            files = find_model(cfg, max_len, mesh.watch, engine_on=mesh.device.type)
+            files = find_model(cfg, mesh)
             self.folders = find_rl_models(cfg, files)
         check_same_models(cfg, self.folders, mesh)
 
@@ -162,8 +166,8 @@ class Inputs:
         if env.graded and not cfg.rollout.replay:
             try_rewards(self.rewards, self.prompts, cfg.reward.threads, mesh)
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
-        check_steps_left(cfg, self.num_steps, mesh)
-        make_scratch(cfg, max_len, mesh)
+        check_steps_left(cfg, self.num_steps)
+        make_scratch(cfg, mesh)
         self.stop_ids = stop_token_ids(files.tokenizer, files.folder)
 
     def model_configs(self) -> dict[str, dict[str, Any]]:
@@ -291,31 +295,21 @@ def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
     check_shared(output, "output", mesh)
 
 
-def check_steps_left(cfg: TrainingConfig, num_steps: int, mesh: Mesh) -> None:
-    """Refuse to resume a run that already has more steps than the config asks for. Collective.
+def check_steps_left(cfg: TrainingConfig, num_steps: int) -> None:
+    """Refuse to resume a run that already has more steps than `num_steps`, the run's.
 
     Its newest weights would be evaluated and exported as those of an earlier step.
 
-    Args:
-        cfg: the config; without `resume` nothing is checked.
-        num_steps: steps of the run: `cfg.num_steps`, or as many as `cfg.num_epochs` takes.
-        mesh: the ranks.
-
     Raises:
-        UserError: on all ranks.
+        UserError: on all ranks, which see the same checkpoints.
     """
-    if not cfg.resume:
-        return
-    with errors_of_all(mesh):
-        if mesh.rank == 0:
-            newest = max(finished(Path(cfg.output)), default=0)
-            require(
-                newest <= num_steps,
-                f"resume: the newest checkpoint of {cfg.output} is of step {newest}, and num_steps "
-                f"(or num_epochs) ends the run at step {num_steps}; raise it to step {newest} or "
-                f"later, or remove the checkpoints after step {num_steps} to resume from an "
-                "earlier one",
-            )
+    newest = max(finished(Path(cfg.output)), default=0)
+    require(
+        not cfg.resume or newest <= num_steps,
+        f"resume: the newest checkpoint of {cfg.output} is of step {newest}, and num_steps (or "
+        f"num_epochs) ends the run at step {num_steps}; raise it, or remove the checkpoints after "
+        f"step {num_steps} to resume from an earlier one",
+    )
 
 
 # Files of a start that was killed while it made its model. A new start makes them again.
@@ -349,56 +343,56 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
 
 
 def find_model(
-    cfg: RLConfig | SupervisedConfig,
-    max_len: int,
-    watch: Oversight,
-    *,
-    engine_on: str = "cpu",
-    chats: bool = True,
+    cfg: RLConfig | EvaluateConfig | SupervisedConfig, mesh: Mesh, *, chats: bool = True
 ) -> ModelFiles:
-    """Find and check policy.model; the folder of a scratch model is made by `make_scratch`.
+    """Find and check the model of a program; that of `scratch` is made by `make_scratch`.
 
     Args:
-        cfg: the config; with one of RL the model must work in the engine, too.
-        max_len: longest sequence of a scratch model.
-        watch: the process's watch, for the time limit of a chat template.
-        engine_on: type of the engine's device.
+        cfg: the config; in a program that samples the model must work in the engine, too.
+        mesh: the ranks.
         chats: whether there are chats to encode, for which the tokenizer needs a template.
 
     Raises:
         UserError: there is no such model, or it does not work with the settings.
     """
+    if isinstance(cfg, EvaluateConfig):
+        setting, model = "model", cfg.model
+    else:
+        setting, model = "policy.model", cfg.policy.model
+    where = f"{setting} = {model}"
     tokenizer: PreTrainedTokenizerBase | None = None
-    if cfg.policy.model == "scratch":
+    if model == "scratch" and not isinstance(cfg, EvaluateConfig):
         folder = Path(cfg.output) / "scratch"
         made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
-        config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, max_len)
+        config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, longest(cfg))
         tokenizer = use_template(made, cfg.data)
     else:
-        folder = build.find_folder(cfg.policy.model, "policy.model")
+        folder = build.find_folder(model, setting)
         config = build.read_config(folder)
 
-    where = f"policy.model = {cfg.policy.model}"
     max_images = 0
-    if isinstance(cfg, RLConfig):
+    if isinstance(cfg, SamplingConfig):
         engine = cfg.engine
         max_images = engine.max_images
         # Replayed rollouts were sampled before and need no engine.
-        device = None if cfg.rollout.replay else engine_on
-        checks.check_supported(
-            config, where, engine.tensor_parallel_size, engine.max_model_len, device
-        )
-        longest = engine.max_model_len + cfg.eval_extra_tokens
-        checks.check_positions(config, where, "engine.max_model_len", longest)
+        device = None if cfg.rollout.replay else mesh.device.type
+        trained_len = engine.max_model_len if isinstance(cfg, RLConfig) else 0
+        checks.check_supported(config, where, engine.tensor_parallel_size, trained_len, device)
+        checks.check_positions(config, where, "engine.max_model_len", longest(cfg))
     else:
         checks.check_supported(config, where)
-    _check_mesh(config, cfg.parallel)
+        checks.check_positions(config, where, "data.max_tokens", longest(cfg))
+    is_ring = False
+    if isinstance(cfg, EvaluateConfig):
+        open_weights(folder)  # damaged files are refused before the engine meets them
+    else:
+        _check_mesh(config, cfg.parallel)
+        is_ring = cfg.parallel.context > 1 and cfg.parallel.context_engine == "ring"
 
     vision = read_vision(folder, max_images) if families.reads_images(config) else None
     if vision:
-        is_ring = cfg.parallel.context > 1 and cfg.parallel.context_engine == "ring"
         vision.check_ring(is_ring)
-    with limited(cfg, watch, f"{where}: to render a first chat by its template"):
+    with limited(cfg, mesh.watch, f"{where}: to render a first chat by its template"):
         if tokenizer is None:
             tokenizer = load_tokenizer(folder, cfg.data, chats=chats)
             vocab_size = config.get_text_config().vocab_size
@@ -406,6 +400,13 @@ def find_model(
         elif chats and cfg.data.chat_template:
             check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
     return ModelFiles(folder, config, tokenizer, vision)
+
+
+def longest(cfg: RLConfig | EvaluateConfig | SupervisedConfig) -> int:
+    """Return the most tokens of a sequence that the model reads."""
+    if isinstance(cfg, SupervisedConfig):
+        return cfg.data.max_tokens
+    return cfg.engine.max_model_len + cfg.eval_extra_tokens
 
 
 def _check_mesh(config: PretrainedConfig, parallel: ParallelConfig) -> None:
@@ -492,10 +493,11 @@ def check_head(folder: Path, setting: str) -> None:
     )
 
 
-def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> None:
+def make_scratch(cfg: RLConfig | SupervisedConfig, mesh: Mesh) -> None:
     """Lock the output folder, and write the model that `policy.model = scratch` asks for there.
 
-    Collective. Call it after the last check: a program that refuses its config leaves no files.
+    Collective. Call it after the last check: a program that refuses its config leaves no files. The
+    model is there as a whole or not at all.
 
     Raises:
         UserError: another run is in the folder, or the model could not be written.
@@ -503,7 +505,14 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> 
     mesh.barrier()  # every rank has looked at the output folder
     output = Path(cfg.output)
     folder = output / "scratch"
-    failure = ""
+    unfinished = partial_of(folder)
+
+    def write() -> None:
+        remove(unfinished)
+        scratch.make_model(cfg.policy.scratch, unfinished, max_len=longest(cfg), seed=cfg.seed)
+        sync_files(unfinished)
+        publish_folder(folder)
+
     with errors_of_all(mesh):
         if mesh.rank == 0:
             lock.hold(output)
@@ -511,17 +520,7 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> 
             # A run that has begun keeps the model: other weights would be another run.
             has_begun = (output / "config.yaml").exists()
             if cfg.policy.model == "scratch" and not (has_begun and folder.exists()):
-                failure = attempt(lambda: _write_scratch(cfg, folder, max_len), 0)
-            require_written(folder, partial_of(folder), [failure])
-
-
-def _write_scratch(cfg: RLConfig | SupervisedConfig, folder: Path, max_len: int) -> None:
-    """Write the scratch model as a whole or not at all."""
-    partial_folder = partial_of(folder)
-    remove(partial_folder)
-    scratch.make_model(cfg.policy.scratch, partial_folder, max_len=max_len, seed=cfg.seed)
-    sync_files(partial_folder)
-    publish_folder(folder)
+                require_written(folder, unfinished, [attempt(write, 0)])
 
 
 def marks_for_template(row: dict) -> int:
@@ -596,7 +595,7 @@ def _places(sources: str | list[str]) -> set[str]:
     """Return the sources of rows: whole paths of files, without their options."""
     places = set()
     for source in [sources] if isinstance(sources, str) else sources:
-        file, _, _ = source.partition("?")
+        file = source.partition("?")[0]
         places.add(os.path.realpath(file) if is_file(file) else source)
     return places
 

@@ -1,9 +1,10 @@
 """What a run logs: metrics.jsonl, TensorBoard, trackers and a progress bar. Only rank 0 writes."""
 
+import io
 import json
+import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -39,10 +40,6 @@ class Log:
         self.rank = rank
         self.bar = tqdm(disable=True)
         self.has_terminal = sys.stderr.isatty()
-        self.total = 0  # Steps of the current progress bar.
-        self.description = ""
-        self.began = time.monotonic()  # Start of its first step.
-        self.num_shown = 0  # Steps that it has shown.
         self.trackers: list[Tracker] = []
         if rank == 0:
             self.trackers += trackers()
@@ -57,18 +54,14 @@ class Log:
     def progress(self, description: str, total: int, start: int = 0) -> None:
         """Begin a new progress bar, which `scalars` advances."""
         self.bar.close()
-        self.total = total
-        self.description = description
-        self.began = time.monotonic()
-        self.num_shown = 0
         self.bar = tqdm(
             total=total,
             initial=start,
             desc=description,
-            file=sys.stderr,
+            file=sys.stderr if self.has_terminal else io.StringIO(),
             dynamic_ncols=True,
-            mininterval=1.0,
-            disable=self.rank > 0 or not self.has_terminal,
+            mininterval=1.0 if self.has_terminal else math.inf,
+            disable=self.rank > 0,
         )
 
     def scalars(
@@ -82,30 +75,26 @@ class Log:
             values: the metrics.
             shown: names of the metrics that the progress bar shows; it advances if there are any.
         """
+        if self.rank > 0:
+            return
+        bar = self.bar
         if shown:
             postfix = {name: f"{values[name]:.3g}" for name in shown if name in values}
-            self.bar.set_postfix(postfix, refresh=False)
-            self.bar.update(1)
-            if self.rank == 0 and not self.has_terminal:
-                say(self._line_of_step(step, postfix))
-        if self.rank == 0:
-            self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
-            self.file.flush()
-            for name, value in values.items():
-                self.board.add_scalar(f"{phase}/{name}", value, step)
-            for tracker in self.trackers:
-                tracker.log(phase, step, values)
-
-    def _line_of_step(self, step: int, shown: dict[str, str]) -> str:
-        """Return a line about a step: its number, what is shown, how long the rest will take."""
-        self.num_shown += 1
-        seconds = (time.monotonic() - self.began) / self.num_shown
-        left = seconds * (self.total - step - 1)
-        values = ", ".join(f"{name} {value}" for name, value in shown.items())
-        return (
-            f"{self.description} step {step + 1}/{self.total}: {values}; "
-            f"{seconds:.3g} s/step, {tqdm.format_interval(left)} left"
-        )
+            bar.set_postfix(postfix, refresh=False)
+            bar.update(1)
+        if shown and not self.has_terminal:
+            metrics = ", ".join(f"{name} {value}" for name, value in postfix.items())
+            seconds = bar.format_dict["elapsed"] / (bar.n - bar.initial)
+            total = int(bar.total or 0)
+            left = tqdm.format_interval(seconds * (total - step - 1))
+            line = f"{bar.desc} step {step + 1}/{total}: {metrics}; "
+            say(f"{line}{seconds:.3g} s/step, {left} left")
+        self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            self.board.add_scalar(f"{phase}/{name}", value, step)
+        for tracker in self.trackers:
+            tracker.log(phase, step, values)
 
     def text(self, name: str, step: int, text: str) -> None:
         """Write a text to TensorBoard and the trackers."""

@@ -8,10 +8,12 @@ query and key and each feature of the queries (Chowdhery et al. 2022, PaLM, appe
 import math
 import resource
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.plan import cards
 from minirl.plan.costs import rule_flops
 from minirl.plan.sizes import ModelSizes, read_sizes
-from minirl.train.policy import Metrics, Minibatch
+from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.types.packed import Trajectory
 
 # By kind of token: the phases that generate or train on it.
@@ -98,18 +100,15 @@ def _gather_sorted(values: list[tuple[str, float]], mesh: Mesh) -> dict[str, lis
     return gathered
 
 
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
+def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _deviation(values: Iterable[float]) -> float:
+def _deviation(values: list[float]) -> float:
     """Return the root of the mean square about the mean, 0 if all values are equal."""
-    values = list(values)
     mean = _mean(values)
-    if min(values) == max(values):
-        return 0.0
-    return _mean((value - mean) ** 2 for value in values) ** 0.5
+    squares = [(value - mean) ** 2 for value in values]
+    return _mean(squares) ** 0.5 if min(values) != max(values) else 0.0
 
 
 def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
@@ -139,41 +138,59 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
     return means
 
 
-def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
-    """Return the metrics of time of a step.
+@dataclass(kw_only=True)
+class Progress:
+    """What a checkpoint and the summary need besides weights."""
 
-    Args:
-        seconds: seconds by phase, for each rank.
-        tokens: numbers of tokens on all ranks, by the keys of PHASES_OF_TOKENS.
+    # Name (before_sft, before_rl, after_rl, before, after) -> result of that evaluation.
+    evaluations: dict[str, dict] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # Of each phase.
+    tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
+    # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
+    extra_tickets: int = 0
+    # Prompts whose groups earlier steps began and no step has trained on (rollout.ahead), and the
+    # tokens that were sampled for them. A resumed run begins them again, before new prompts.
+    unfinished_tickets: list[int] = field(default_factory=list)
+    unfinished_tokens: int = 0
+    gpu_memory: dict[str, float] = field(default_factory=dict)  # Most GiB of a rank, by phase.
+    kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
+    # Count, mean and squares about the mean of all rewards, for reward.normalize.
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    outcomes: str = ""  # Outcomes of prompts in past steps, as a curriculum saves them.
 
-    Returns:
-        "time/PHASE" of the rank that took longest, and "tokens_per_second/KIND". "time/idle" are
-        the seconds in which a rank waited for the others; for these also "time/idle_min",
-        "time/idle_median" and the rank of the maximum, "time/idle_max_rank".
-    """
-    times = {}
-    for name in sorted(set().union(*seconds)):
-        times[name] = max(on_rank.get(name, 0.0) for on_rank in seconds)
-
-    metrics = {f"time/{name}": value for name, value in times.items()}
-    if "idle" in times:
-        idle = [on_rank.get("idle", 0.0) for on_rank in seconds]
-        metrics["time/idle_min"] = min(idle)
-        metrics["time/idle_median"] = statistics.median(idle)
-        metrics["time/idle_max_rank"] = idle.index(max(idle))
-    for kind, speed in speeds(tokens, times).items():
-        metrics[f"tokens_per_second/{kind}"] = speed
-    return metrics
+    def add(self, seconds: dict[str, float], **tokens: int) -> None:
+        """Add seconds by phase, and tokens by kind."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0) + value
+        for name, num in tokens.items():
+            self.tokens[name] = self.tokens.get(name, 0) + num
 
 
-def highest(memory: list[dict[str, float]]) -> dict[str, float]:
-    """Return the most GiB of any rank, by name.
+class StepWork(NamedTuple):
+    """What the optimizer steps of a training step read on all ranks."""
 
-    Args:
-        memory: GiB by name, for each rank.
-    """
-    names = sorted(set().union(*memory))
-    return {name: max(on_rank.get(name, 0.0) for on_rank in memory) for name in names}
+    rows: int  # Rows of packed batches: tokens that are read.
+    loss_rows: int  # Rows with a target in the loss.
+    pairs: int  # Pairs of a query and a key that it may see.
+
+
+def count_work(minibatches: list[Minibatch], mesh: Mesh) -> StepWork:
+    """Return what all ranks read in the micro-batches. Collective."""
+    counts = torch.zeros(3, dtype=torch.int64)
+    for batch in sum(minibatches, []):
+        num_rows = len(batch.inputs)
+        pairs = int(batch.positions.sum()) + num_rows
+        counts += torch.tensor([num_rows, len(batch.loss_rows), pairs])
+    # Tensor-parallel ranks have the same rows.
+    return StepWork(*(mesh.sums(counts) // mesh.tensor.size()).tolist())
+
+
+def flops(model: ModelSizes, work: StepWork) -> float:
+    """Return the floating-point operations of forward and backward over the work."""
+    in_layers = model.active_in_layers * work.rows
+    in_head = model.hidden * model.vocabulary * work.loss_rows
+    attention = work.pairs * sum(num * layer.queries for layer, num in model.layers.items())
+    return 6 * (in_layers + in_head) + 12 * attention + 3 * rule_flops(model) * work.rows
 
 
 def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
@@ -191,70 +208,84 @@ def outside_steps(seconds: dict[str, float]) -> float:
     return sum(seconds.get(name, 0.0) for name in OUTSIDE_STEPS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What the optimizer steps of a training step read on all ranks."""
+class Meter:
+    """Measures what steps take: seconds, memory, and the share of the GPUs' peak.
 
-    rows: int  # Rows of packed batches: tokens that are read.
-    loss_rows: int  # Rows with a target in the loss.
-    pairs: int  # Pairs of a query and a key that it may see.
+    Args:
+        policy: the trained model; its timer has the seconds.
+        progress: gets seconds, tokens and memory of the whole run.
+    """
 
-
-def count_work(minibatches: list[Minibatch], mesh: Mesh) -> StepWork:
-    """Return what all ranks read in the micro-batches. Collective."""
-    counts = torch.zeros(3, dtype=torch.int64)
-    for batch in sum(minibatches, []):
-        num_rows = len(batch.inputs)
-        counts += torch.tensor(
-            [num_rows, len(batch.loss_rows), int(batch.positions.sum()) + num_rows]
-        )
-    # Tensor-parallel ranks have the same rows.
-    rows, loss_rows, pairs = (mesh.sums(counts) // mesh.tensor.size()).tolist()
-    return StepWork(rows=rows, loss_rows=loss_rows, pairs=pairs)
-
-
-def count_sampled(trajectories: list[Trajectory], mesh: Mesh) -> int:
-    """Return how many tokens all ranks have sampled. Collective."""
-    num = sum(int(t.sampled.sum()) for t in trajectories)
-    return int(mesh.sums(torch.tensor([num])).item())
-
-
-def flops(model: ModelSizes, work: StepWork) -> float:
-    """Return the floating-point operations of forward and backward over the work."""
-    in_layers = model.active_in_layers * work.rows
-    in_head = model.hidden * model.vocabulary * work.loss_rows
-    attention = work.pairs * sum(num * layer.queries for layer, num in model.layers.items())
-    return 6 * (in_layers + in_head) + 12 * attention + 3 * rule_flops(model) * work.rows
-
-
-class Utilisation:
-    """The share of the GPUs' peak at which models are trained."""
-
-    def __init__(self, mesh: Mesh):
-        """Without CUDA, or on a GPU that the planner does not know, there is no peak."""
-        self.peak = 0.0  # Operations a second, of all ranks.
+    def __init__(self, policy: Policy, progress: Progress):
+        self.timer = policy.timer
+        self.mesh = policy.mesh
+        self.progress = progress
+        self.began = time.perf_counter()  # Since when the current step is timed.
         self.models: list[ModelSizes] = []  # Those that are trained.
-        if mesh.device.type == "cuda":
-            name = torch.cuda.get_device_name(mesh.device)
-            self.peak = cards.peak_tflops(name) * 1e12 * mesh.world_size
+        self.peak = 0.0  # Operations a second, of all ranks; 0: no GPU that the planner knows.
+        if self.mesh.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.mesh.device)
+            self.peak = cards.peak_tflops(name) * 1e12 * self.mesh.world_size
+        self.add(policy)
 
-    def add(self, folder: Path, *, score: bool) -> None:
-        """Count a model's work, too. The arguments are those of `Policy`."""
+    def add(self, model: Policy) -> None:
+        """Count the work of a trained model."""
         if self.peak:
-            values = build.read_config(folder).to_dict()
-            self.models.append(read_sizes(values, score=score))
+            values = build.read_config(model.folder).to_dict()
+            self.models.append(read_sizes(values, score=model.score))
 
-    def metrics(self, work: StepWork | None, seconds: float) -> dict[str, float]:
-        """Return `mfu`, if there is a peak.
+    def begin(self) -> None:
+        """Begin the first step: what took time before it is not part of it."""
+        self.progress.add(self.timer.take())
+        self.began = time.perf_counter()
+
+    def end_step(self, work: StepWork | None, **tokens: int) -> Metrics:
+        """Return the metrics of a step's time, work and memory, and begin the next. Collective.
 
         Args:
-            work: what the step read.
-            seconds: seconds of forward and backward, of the rank that took longest.
+            work: what the models were trained on, on all ranks.
+            tokens: numbers of tokens on all ranks, by the keys of PHASES_OF_TOKENS.
+
+        Returns:
+            The most of any rank: "time/PHASE", "host_gib/*", "gpu_gib/*". "time/idle" are the
+            seconds in which a rank waited for the others; for these also minimum, median and the
+            rank of the maximum. "tokens_per_second/KIND", "total/KIND", and "mfu" on a known GPU.
         """
-        if not self.models or work is None or seconds <= 0:
-            return {}
-        total = sum(flops(model, work) for model in self.models)
-        return {"mfu": total / seconds / self.peak}
+        seconds = self.timer.take()
+        now = time.perf_counter()
+        in_step = now - self.began - outside_steps(seconds)
+        self.began = now
+        self.progress.add(seconds, **tokens)
+        by_rank = self.mesh.gather(seconds | {"step": in_step})
+        times = _highest(by_rank)
+        row = {f"time/{name}": value for name, value in times.items()}
+        if "idle" in times:
+            idle = [on_rank.get("idle", 0.0) for on_rank in by_rank]
+            row["time/idle_min"] = min(idle)
+            row["time/idle_median"] = statistics.median(idle)
+            row["time/idle_max_rank"] = idle.index(max(idle))
+        for kind, speed in speeds(tokens, times).items():
+            row[f"tokens_per_second/{kind}"] = speed
+        in_training = times.get("forward", 0.0) + times.get("backward", 0.0)
+        if self.models and work and in_training:
+            total = sum(flops(model, work) for model in self.models)
+            row["mfu"] = total / in_training / self.peak
+        for kind in tokens:
+            row[f"total/{kind}"] = float(self.progress.tokens[kind])
+
+        gpu_memory = self.timer.take_memory()
+        memory = {f"gpu_gib/{name}": value for name, value in gpu_memory.items()}
+        memory = _highest(self.mesh.gather(host_memory() | memory))
+        in_run = self.progress.gpu_memory
+        for name in gpu_memory:
+            in_run[name] = max(in_run.get(name, 0.0), memory[f"gpu_gib/{name}"])
+        return row | memory
+
+
+def _highest(by_rank: list[dict[str, float]]) -> dict[str, float]:
+    """Return the highest number of any rank, by name."""
+    names = sorted(set().union(*by_rank))
+    return {name: max(on_rank.get(name, 0.0) for on_rank in by_rank) for name in names}
 
 
 def host_memory() -> dict[str, float]:
@@ -265,34 +296,6 @@ def host_memory() -> dict[str, float]:
     used = kib["MemTotal"] - kib["MemAvailable"]
     in_process = pages * resource.getpagesize()
     return {"host_gib/rank": in_process / 2**30, "host_gib/machine": used / 2**20}
-
-
-def symptoms(metrics: Metrics) -> dict[str, str]:
-    """Return what is wrong with a step: name -> what it means and what to do."""
-    found = {}
-    if metrics.get("equal_groups") == 1.0:
-        found["equal rewards"] = (
-            f"all answers to each prompt earn the same (mean reward {metrics['reward']:.4g}), so "
-            "estimators that compare them learn nothing; look at the answers "
-            "(--rollout.dump) and at the reward function, or take other prompts"
-        )
-    if metrics.get("stopped", 1.0) < FEWEST_STOPPED:
-        found["runaway length"] = (
-            f"no answer ends by itself (mean length {metrics['answer_tokens']:.0f} tokens); raise "
-            "rollout.max_tokens, or set reward.overlong_tokens or reward.unstopped"
-        )
-    entropy = metrics.get("entropy", 1.0)
-    if entropy < LEAST_ENTROPY:
-        found["no entropy"] = (
-            f"the policy's entropy is {entropy:.2g} nats a token: it gives one answer to a prompt; "
-            "lower policy.lr, or set algo.entropy_coef or algo.kl_coef"
-        )
-    if entropy > MOST_ENTROPY:
-        found["runaway entropy"] = (
-            f"the policy's entropy is {entropy:.2g} nats a token: it writes noise; lower "
-            "policy.lr, or set algo.kl_coef"
-        )
-    return found
 
 
 class Health:
@@ -308,13 +311,39 @@ class Health:
         Raises:
             UserError: there is one, and debug.end_on_collapse is set.
         """
-        found = symptoms(metrics)
-        self.num_steps = {name: self.num_steps.get(name, 0) + 1 for name in found}
-        lasting = self.cfg.collapse_steps
+        entropy = metrics.get("entropy", 1.0)
+        symptoms = (
+            (
+                "equal rewards",
+                metrics.get("equal_groups") == 1.0,
+                "all answers to each prompt earn the same, so estimators that compare them learn "
+                "nothing; look at the answers (--rollout.dump) and at the reward function, or take "
+                "other prompts",
+            ),
+            (
+                "runaway length",
+                metrics.get("stopped", 1.0) < FEWEST_STOPPED,
+                "no answer ends by itself; raise rollout.max_tokens, or set "
+                "reward.overlong_tokens or reward.unstopped",
+            ),
+            (
+                "no entropy",
+                entropy < LEAST_ENTROPY,
+                f"{entropy:.2g} nats a token: the policy gives one answer to a prompt; lower "
+                "policy.lr, or set algo.entropy_coef or algo.kl_coef",
+            ),
+            (
+                "runaway entropy",
+                entropy > MOST_ENTROPY,
+                f"{entropy:.2g} nats a token: the policy writes noise; lower policy.lr, or set "
+                "algo.kl_coef",
+            ),
+        )
         said = []
-        for name, meaning in found.items():
-            if lasting and self.num_steps[name] == lasting:
-                said.append(f"step {step}: {name} for {lasting} steps: {meaning}")
+        for name, is_there, meaning in symptoms:
+            self.num_steps[name] = self.num_steps.get(name, 0) + 1 if is_there else 0
+            if is_there and self.num_steps[name] == self.cfg.collapse_steps:
+                said.append(f"step {step}: {name} for {self.num_steps[name]} steps: {meaning}")
         if said and self.cfg.end_on_collapse:
             raise UserError(f"{said[0]}. debug.end_on_collapse is set")
         return said

@@ -47,11 +47,13 @@ class Results:
         self.held_out: dict[str, float] = {}  # The latest scores.
         for name in ("metrics.jsonl", "answers.jsonl"):
             truncate(folder / name, keep_before=first_step, keep_sft=resumed)
-        self.write(RUNNING, "", {"step": first_step})
+        write_summary(folder, {"state": RUNNING, "reason": "", "step": first_step})
 
-    def write(self, state: str, reason: str, values: dict[str, Any]) -> None:
-        """Write summary.json."""
-        write_summary(self.folder, {"state": state, "reason": reason, **values})
+    def write(self, state: str, reason: str, progress: metrics.Progress, step: int) -> None:
+        """Write the summary of a run that is not finished, after so many steps."""
+        more = {"step": step, "held_out": self.held_out, "tokens": progress.tokens}
+        summary = summarise(progress, dict(progress.seconds)) | more
+        write_summary(self.folder, {"state": state, "reason": reason, **summary})
 
     def add_answers(self, step: int, name: str | None, answers: list[dict[str, Any]]) -> None:
         """Append answers to held-out prompts to answers.jsonl.
@@ -176,35 +178,43 @@ def accuracies(evaluations: dict[str, dict]) -> dict[str, float | None]:
     }
 
 
-def summarise(
-    scores: dict[str, float | None],
-    tokens: dict[str, int],
-    seconds: dict[str, float],
-    common: dict,
-) -> dict:
-    """Return what summary.json says of a run.
+def summarise(progress: metrics.Progress, seconds: dict[str, float]) -> dict:
+    """Return what every summary.json says of tokens and seconds.
 
     Args:
-        scores: held-out scores by title; the summary begins with them.
-        tokens: numbers of tokens of the whole run, by the keys of PHASES_OF_TOKENS, and those that
-            were sampled but never used as `discarded`. `tokens_per_second` counts the generated
-            ones over all RL steps, without evaluation.
-        seconds: seconds of rank 0, by phase.
-        common: more entries of the summary.
+        progress: tokens of the whole run, by the keys of PHASES_OF_TOKENS, and those that were
+            sampled but never used as `discarded`. `tokens_per_second` counts the generated ones
+            over all RL steps, without evaluation.
+        seconds: those of rank 0, by phase, as they are shown.
     """
-    summary: dict = {title.lower().replace(" ", "_"): value for title, value in scores.items()}
+    tokens = progress.tokens
+    summary: dict = {}
     if "generated" in tokens:
         in_steps = sum(seconds.values()) - metrics.outside_steps(seconds)
         summary["tokens_per_second"] = tokens["generated"] / max(in_steps, 1e-9)
     if "discarded" in tokens:
         summary["discarded_tokens"] = tokens["discarded"]
     summary["tokens_per_second_by_phase"] = metrics.speeds(tokens, seconds)
-    summary["seconds"] = seconds
-    return summary | common
+    return summary | {"seconds": seconds}
 
 
-def show(folder: Path, summary: dict, scores: dict[str, float | None]) -> None:
-    """Print the closing table, and where everything is. `scores`: as in `summarise`."""
+def finish(
+    folder: Path, progress: metrics.Progress, scores: dict[str, float | None], common: dict
+) -> None:
+    """Write the files of a finished run, and print the closing table and where everything is.
+
+    Args:
+        folder: the run's folder.
+        progress: seconds and tokens of the whole run.
+        scores: held-out scores by title; the summary begins with them.
+        common: more entries of the summary.
+    """
+    longest_first = sorted(progress.seconds.items(), key=lambda item: -item[1])
+    seconds = {name: round(value, 3) for name, value in longest_first}
+    titled = {title.lower().replace(" ", "_"): value for title, value in scores.items()}
+    summary = titled | summarise(progress, seconds) | common
+    write_curves(folder)
+    write_summary(folder, {"state": FINISHED, "reason": "", **summary})
     print(table(summary, scores))
     print(f"curves       {folder / 'curves.png'}")
     print(f"in a browser python -m minirl.view {folder}")

@@ -17,7 +17,7 @@ from minirl.algo import losses
 from minirl.base.errors import require
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
-from minirl.config.validate import validate_supervised
+from minirl.config.validate import check_settings
 from minirl.data.chat import images_of
 from minirl.data.examples import Chats, to_examples
 from minirl.data.formats import open_examples
@@ -41,7 +41,8 @@ from minirl.run.inputs import (
 from minirl.run.log import Log
 from minirl.run.metrics import count_work
 from minirl.run.trainer import BaseTrainer, TrainingRun
-from minirl.train.policy import Metrics, Minibatch, Policy, Reference
+from minirl.train.frozen import Reference
+from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.updates import learning_rate, make_minibatch
 from minirl.types.packed import Trajectory
 
@@ -65,23 +66,20 @@ class SupervisedTrainer(BaseTrainer):
     def __init__(self, cfg: SupervisedConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
         self.has_said_lost = False
-        max_tokens = cfg.data.max_tokens
         with self.timer.phase("start"):
             # 1. Find and check what the config names.
-            validate_supervised(cfg, mesh.world_size)
+            check_settings(cfg, mesh.world_size)
             check_output(cfg, mesh)
             train, held_out = load_splits(open_examples, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_all(mesh, same_everywhere=True):
-                files = find_model(cfg, max_tokens, mesh.watch, chats=has_chats)
+                files = find_model(cfg, mesh, chats=has_chats)
                 models = {"policy": files.config}
                 checks.check_experts(models, cfg.parallel, ranks_of_node())
             build.check_trained(files.config, cfg.policy, score=self.task.score_head)
             checks.check_routers(files.config, cfg.policy)
             check_same_models(cfg, {"policy": files.folder}, mesh)
-            where = f"policy.model = {cfg.policy.model}"
-            checks.check_positions(files.config, where, "data.max_tokens", max_tokens)
             require_shown(train, files.tokenizer)
             require_shown(held_out, files.tokenizer)
             require(
@@ -107,11 +105,11 @@ class SupervisedTrainer(BaseTrainer):
             self.held_out = as_tokens(held_out, shuffle=False)
             num_steps = math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size)
             self.num_steps = cfg.num_steps or max(1, num_steps)
-            check_steps_left(cfg, self.num_steps, mesh)
+            check_steps_left(cfg, self.num_steps)
 
             # 3. Models.
             self.check_model()
-            make_scratch(cfg, max_tokens, mesh)
+            make_scratch(cfg, mesh)
             models = {"policy": files.config.to_dict()}
             self.announce(supervised_workload(cfg, mesh.world_size, models))
             self.policy = self.load_model(cfg.policy, files.folder, score=self.task.score_head)
@@ -123,6 +121,7 @@ class SupervisedTrainer(BaseTrainer):
         """Train from the first step of the run to the last. All ranks take each step together."""
         cfg = self.cfg
         run = self.run
+        max_tokens = cfg.data.max_tokens
         loss = self.make_loss()
         run.begin(self.task.name, self.num_steps)
         for step in range(run.first_step, self.num_steps):
@@ -133,10 +132,12 @@ class SupervisedTrainer(BaseTrainer):
             with self.timer.phase("prepare"):
                 first = step * cfg.batch_size
                 examples = self.rows.examples(range(first, first + cfg.batch_size))
+                lost = dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
                 if any(examples.num_lost) and not self.has_said_lost:  # the log counts all of them
                     self.has_said_lost = True
-                    lost = self.describe_lost(*examples.num_lost)
-                    run.log.say(f"step {step}: of {cfg.batch_size} rows {lost}")
+                    named = ", ".join(f"{name} {num}" for name, num in lost.items())
+                    rows = f"of {cfg.batch_size} rows, up to data.max_tokens = {max_tokens}"
+                    run.log.say(f"step {step}: {rows}: {named}")
             metrics: Metrics = {}
             work = None
             if examples.num_rows:
@@ -146,14 +147,14 @@ class SupervisedTrainer(BaseTrainer):
                 metrics = self.name_metrics(self.policy.update(batches, loss, lr))
                 work = count_work([batches], self.mesh)
 
-            metrics |= dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
+            metrics |= lost
             metrics["epoch"] = (first + cfg.batch_size) / len(self.rows)
             metrics["tokens"] = examples.num_tokens
-            run.report(
-                "train", step, metrics, ("loss", "tokens"), work, trained=examples.num_tokens
-            )
-            run.save_if_due(step + 1)
-            if run.is_stopping:
+            metrics |= run.meter.end_step(work, trained=examples.num_tokens)
+            run.log.scalars("train", step, metrics, ("loss", "tokens"))
+            if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:
+                run.save(step + 1)
+            if self.mesh.agree_to_stop():  # a signal has asked to save and leave
                 run.stop(step + 1)
                 return
         run.export_result()  # written while the model is evaluated
@@ -181,18 +182,6 @@ class SupervisedTrainer(BaseTrainer):
 
     def check_model(self) -> None:
         """Refuse a model that the program cannot use. Raises UserError."""
-
-    def describe_lost(self, num_long: int, num_empty: int) -> str:
-        """Return what happens to rows that do not fit, for the log.
-
-        Args:
-            num_long: rows with more than data.max_tokens tokens.
-            num_empty: rows of which nothing can be learned.
-        """
-        return (
-            f"{num_long} cut to {self.cfg.data.max_tokens} tokens, {num_empty} dropped with no "
-            "token in the loss"
-        )
 
     def load_reference(self) -> Reference | None:
         """Load the frozen reference, before anything of the run is written."""
@@ -230,13 +219,6 @@ class SupervisedTrainer(BaseTrainer):
 
 class PairTrainer(SupervisedTrainer):
     """What reward models and DPO share: rows are pairs."""
-
-    def describe_lost(self, num_long: int, num_empty: int) -> str:
-        """Return what happens to pairs that do not fit."""
-        return (
-            f"{num_long} with more than {self.cfg.data.max_tokens} tokens and {num_empty} with two "
-            "equal sides dropped"
-        )
 
     def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores of pairs.

@@ -5,7 +5,6 @@ the same one. Each needs its package; both work offline (`WANDB_MODE=offline`; t
 database in `TRACKIO_DIR`).
 """
 
-import abc
 import json
 import secrets
 from pathlib import Path
@@ -13,57 +12,10 @@ from typing import Any
 
 from minirl.base.errors import UserError
 from minirl.base.files import write_whole
-from minirl.config.named import check_installed
 from minirl.config.shared import LogConfig
 
 
-class Tracker(abc.ABC):
-    """A receiver of metrics besides metrics.jsonl and TensorBoard."""
-
-    @abc.abstractmethod
-    def log(self, phase: str, step: int, values: dict[str, float]) -> None:
-        """Send the metrics of a step. Each phase counts its steps by itself."""
-
-    @abc.abstractmethod
-    def text(self, name: str, step: int, text: str) -> None:
-        """Send a text."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Send what is left, and end."""
-
-
-def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> list[Tracker]:
-    """Return the trackers that the config asks for, of the run in a folder.
-
-    Args:
-        cfg: the section `log`.
-        folder: the run's folder. A run with an id there keeps it.
-        settings: settings of the run, for the trackers to show.
-
-    Raises:
-        UserError: a package is missing, or its service cannot be reached.
-    """
-    if not (cfg.wandb or cfg.trackio):
-        return []
-    check_installed(cfg)
-    path = folder / "trackers.json"
-    if path.exists():
-        known = json.loads(path.read_text())
-    else:
-        name = cfg.run_name or folder.resolve().name
-        known = {"name": name, "id": secrets.token_hex(4)}
-        write_whole(path, json.dumps(known) + "\n")
-    name, run_id = known["name"], known["id"]
-    trackers: list[Tracker] = []
-    if cfg.wandb:
-        trackers.append(_Wandb(cfg.wandb, name, run_id, folder, settings))
-    if cfg.trackio:
-        trackers.append(_Trackio(cfg.trackio, f"{name}-{run_id}", settings))
-    return trackers
-
-
-class _Wandb(Tracker):
+class Wandb:
     """Weights & Biases."""
 
     def __init__(
@@ -107,7 +59,7 @@ class _Wandb(Tracker):
         self.run.finish()
 
 
-class _Trackio(Tracker):
+class Trackio:
     """The package trackio of Hugging Face."""
 
     def __init__(self, project: str, name: str, settings: dict[str, Any]):
@@ -138,3 +90,35 @@ class _Trackio(Tracker):
     def close(self) -> None:
         """Send what is left, and end."""
         self.run.finish()
+
+
+Tracker = Wandb | Trackio
+
+
+def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> list[Tracker]:
+    """Return the trackers that the config asks for, of the run in a folder.
+
+    Args:
+        cfg: the section `log`.
+        folder: the run's folder. A run with an id there keeps it.
+        settings: settings of the run, for the trackers to show.
+
+    Raises:
+        UserError: a package is missing, or its service cannot be reached.
+    """
+    if not (cfg.wandb or cfg.trackio):
+        return []
+    path = folder / "trackers.json"
+    if path.exists():
+        known = json.loads(path.read_text())
+    else:
+        name = cfg.run_name or folder.resolve().name
+        known = {"name": name, "id": secrets.token_hex(4)}
+        write_whole(path, json.dumps(known) + "\n")
+    name, run_id = known["name"], known["id"]
+    trackers: list[Tracker] = []
+    if cfg.wandb:
+        trackers.append(Wandb(cfg.wandb, name, run_id, folder, settings))
+    if cfg.trackio:
+        trackers.append(Trackio(cfg.trackio, f"{name}-{run_id}", settings))
+    return trackers

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minirl.base.errors import BAD_INPUT, DONE, UserError, write_error_file
-from minirl.config.named import check_named
 from minirl.config.parse import parse_flags
-from minirl.config.validate import check_settings
+from minirl.config.validate import check_named, check_settings
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""A sharded model with its optimizer, and the frozen reference that it is compared with.
+"""A sharded model with its optimizer.
 
 `annotate` adds log-probs to batches, `update` makes one optimizer step of any loss.
 """
@@ -71,6 +71,8 @@ class Policy:
     ):
         if cfg.dtype == "auto":
             cfg = dataclasses.replace(cfg, dtype=mesh.default_dtype())
+        if cfg.lr is None:
+            cfg = dataclasses.replace(cfg, lr=cfg.learning_rate)
         self.cfg = cfg
         self.folder = folder
         self.mesh = mesh
@@ -260,14 +262,8 @@ class Policy:
         )
         gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
         wrong = self._names_of_not_finite(gradients)
-        if not math.isfinite(loss):
-            cause = f"the loss is {loss}"
-        elif wrong:
-            cause = f"the loss is {loss:.4g}, but its gradient overflows"
-        else:
-            cause = f"the loss is {loss:.4g}, but the norm of its gradient overflows"
-        if wrong:
-            cause += f" (in {len(wrong)} of {len(gradients)} weights, {', '.join(wrong[:2])})"
+        places = f"in {len(wrong)} of {len(gradients)} weights {', '.join(wrong[:2])}".strip()
+        cause = f"the loss is {loss:.4g}, and the gradient is NaN or infinite {places}"
         number = self.num_updates + 1
         text = f"the gradient of update {number} of the {section} is not finite: {cause}"
         if self.mesh.rank == 0:
@@ -406,8 +402,7 @@ class Policy:
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Compute as the base does inside the block, which has no backward."""
-        if self.adapters is None:
-            raise ValueError("this model has no adapters")
+        assert self.adapters
         self.adapters.on = False
         replays = self.replays_routes
         self.replays_routes = False  # They were chosen with the adapters.
@@ -450,50 +445,3 @@ class Policy:
             }
 
         return self._merge(averaged(self.shards()), averaged(self.parameters()))
-
-
-def is_base(policy: Policy, folder: Path) -> bool:
-    """Return whether a folder's model is the policy without its adapters.
-
-    Then no second model is loaded. Modules that are trained whole differ from the base's.
-    """
-    whole = policy.cfg.lora.modules_to_save
-    return policy.adapters is not None and not whole and folder == policy.folder
-
-
-class Reference:
-    """The frozen model that the policy is compared with.
-
-    It is a second model, which is awake only while it computes, or the policy without adapters.
-
-    Args:
-        policy: the trained model.
-        model: a frozen model; None: the policy's base.
-    """
-
-    def __init__(self, policy: Policy, model: Policy | None):
-        self.policy = policy
-        self.model = model
-        if model:
-            model.sleeper.sleep()
-
-    @property
-    def layout(self) -> RowLayout:
-        """Return how `pack` lays out micro-batches for the reference."""
-        return (self.model or self.policy).layout
-
-    @contextlib.contextmanager
-    def awake(self) -> Iterator[Policy]:
-        """Yield the model that computes as the reference does inside the block."""
-        if self.model is None:
-            with self.policy.without_adapters():
-                yield self.policy
-            return
-        self.model.sleeper.wake_parameters()
-        yield self.model
-        self.model.sleeper.sleep_parameters()
-
-    def annotate(self, minibatches: list[Minibatch]) -> None:
-        """Set `ref_logprobs` of every micro-batch. Collective."""
-        with self.awake() as model:
-            model.annotate(minibatches, "ref_logprobs")

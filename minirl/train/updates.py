@@ -63,11 +63,13 @@ def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     constant and falls linearly in the last `lr_decay_ratio` of all steps. Sources of wsd: Hu et al.
     2024 (arXiv 2404.06395, section 4.2); of linear decay: Hägele et al. 2024 (arXiv 2405.18392).
     """
+    lr = cfg.lr
+    assert lr is not None  # as `Policy` has filled it in
     num_warmup = cfg.lr_warmup_steps or math.ceil(cfg.lr_warmup_ratio * num_steps)
     if step < num_warmup:
-        return cfg.learning_rate * (step + 1) / num_warmup
+        return lr * (step + 1) / num_warmup
     if cfg.lr_schedule == "constant":
-        return cfg.learning_rate
+        return lr
 
     num_decay = num_steps - num_warmup
     if cfg.lr_schedule == "wsd":
@@ -77,7 +79,7 @@ def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     share = 1 - fallen
     if cfg.lr_schedule == "cosine":
         share = (1 + math.cos(math.pi * fallen)) / 2
-    return cfg.learning_rate * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * share)
+    return lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * share)
 
 
 def minibatch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> list[int]:
@@ -119,7 +121,7 @@ def update_in_passes(
     Returns:
         The mean of each metric over the updates; the maximum of metrics named `*_max`.
     """
-    num_updates = num_steps * cfg.algo.num_updates
+    num_updates = num_steps * cfg.algo.num_epochs * cfg.algo.updates_per_step
     updates = []
     for epoch in range(cfg.algo.num_epochs):
         for number in minibatch_order(len(minibatches), seed=cfg.seed, step=step, epoch=epoch):

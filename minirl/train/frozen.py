@@ -1,13 +1,67 @@
-"""A trained reward model as a reward: it runs in process, on the mesh of the trainer."""
+"""Frozen models next to the trained one: the reference of the KL, and a reward model.
 
+Both run on the mesh of the trainer, and are awake only while they compute.
+"""
+
+import contextlib
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from minirl.base.errors import require
-from minirl.train.policy import Policy
+from minirl.batch.attention_plan import RowLayout
+from minirl.train.policy import Minibatch, Policy
 from minirl.train.updates import annotate_examples
 from minirl.types.packed import Trajectory
+
+
+def is_base(policy: Policy, folder: Path) -> bool:
+    """Return whether a folder's model is the policy without its adapters.
+
+    Then no second model is loaded. Modules that are trained whole differ from the base's.
+    """
+    whole = policy.cfg.lora.modules_to_save
+    return policy.adapters is not None and not whole and folder == policy.folder
+
+
+class Reference:
+    """The frozen model that the policy is compared with.
+
+    It is a second model, which is awake only while it computes, or the policy without adapters.
+
+    Args:
+        policy: the trained model.
+        model: a frozen model; None: the policy's base.
+    """
+
+    def __init__(self, policy: Policy, model: Policy | None):
+        self.policy = policy
+        self.model = model
+        if model:
+            model.sleeper.sleep()
+
+    @property
+    def layout(self) -> RowLayout:
+        """Return how `pack` lays out micro-batches for the reference."""
+        return (self.model or self.policy).layout
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Policy]:
+        """Yield the model that computes as the reference does inside the block."""
+        if self.model is None:
+            with self.policy.without_adapters():
+                yield self.policy
+            return
+        self.model.sleeper.wake_parameters()
+        yield self.model
+        self.model.sleeper.sleep_parameters()
+
+    def annotate(self, minibatches: list[Minibatch]) -> None:
+        """Set `ref_logprobs` of every micro-batch. Collective."""
+        with self.awake() as model:
+            model.annotate(minibatches, "ref_logprobs")
 
 
 class RewardModel:

@@ -1,16 +1,46 @@
-"""The stations of `minirl.walk`: one step of `minirl.rl`, made by its trainer.
+"""One GRPO step of the real program with real numbers, station by station.
 
-`Walk.step` makes the step and prints what goes in and out of each station; `plain_step` is the same
-step in plain PyTorch.
+    python -m minirl.walk
+    python -m minirl.walk --break loss-scale logprob-temperature stale-engine
+
+Two ranks on the CPU train a model of 0.2M parameters to spell words backward. Each of ten stations
+prints what goes in, what comes out, and the file and line of the code that does it.
+The ninth compares it with the same step in plain PyTorch: one process, one sequence at a time, an
+ordinary Hugging Face model. The exit code is 0 only if loss and gradient norm agree.
+
+`--break` breaks rules on purpose and prints the wrong number next to the right one. The program
+starts its two ranks itself; under torchrun it just runs. It leaves nothing on the disk.
 """
+
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    import argparse
+    import os
+    import subprocess
+    import sys
+    import tempfile
+    from pkgutil import resolve_name
+
+    parser = argparse.ArgumentParser(description="One GRPO step with real numbers.")
+    names = ("loss-scale", "logprob-temperature", "stale-engine")
+    parser.add_argument("--break", dest="broken", nargs="+", choices=names, default=[])
+    broken = parser.parse_args().broken
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", "minirl.walk", *sys.argv[1:]]
+        with tempfile.TemporaryDirectory() as folder:  # for all that torchrun would leave
+            quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TMPDIR": folder}
+            sys.exit(subprocess.run(command, env=os.environ | quiet).returncode)
+    sys.exit(resolve_name("minirl.walk:main")(broken))
 
 import inspect
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minirl.algo import advantages, losses, normalize
@@ -22,6 +52,7 @@ from minirl.config.rl import RLConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
+from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import local_region
 from minirl.refit.plan import Planner
@@ -81,6 +112,20 @@ BREAKS = {
     Without a refit the engine samples with the weights from before the step: its log-probs are
     not the policy's, and each further step widens the gap.""",
 }
+
+
+def main(broken: list[str]) -> int:
+    """Make the step on this rank; return 1 if plain PyTorch does not agree.
+
+    Args:
+        broken: rules to break on purpose, of BREAKS.
+    """
+    mesh = join_world()
+    with tempfile.TemporaryDirectory() as folder:
+        equal = Walk(Path(folder), mesh).step(broken)
+    if dist.is_initialized():  # some versions of vLLM destroy the default group with the engine
+        dist.destroy_process_group()
+    return int(not equal)
 
 
 def show(template: str, *values: object) -> None:
