@@ -79,11 +79,11 @@ def test_schedules_end_where_they_should():
     [
         (
             ["--policy.lr-warmup-steps", "3", "--policy.lr-warmup-ratio", "0.1"],
-            r"policy.lr_warmup_steps = 3 and policy.lr_warmup_ratio = 0.1 both say",
+            r"policy.lr_warmup_steps = 3, policy.lr_warmup_ratio = 0.1: both say",
         ),
         (
             ["--critic.lr-warmup-steps", "3", "--critic.lr-warmup-ratio", "0.1"],
-            r"critic.lr_warmup_steps = 3 and critic.lr_warmup_ratio = 0.1 both say",
+            r"critic.lr_warmup_steps = 3, critic.lr_warmup_ratio = 0.1: both say",
         ),
         (
             [
