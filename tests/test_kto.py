@@ -442,11 +442,11 @@ def test_resumed_run_is_the_uninterrupted_run(folder, tmp_path):
 BAD = {
     "one row a batch": (
         ["--batch-size", 1],
-        "batch_size = 1: algo.loss = kto estimates the KL by answers of other rows",
+        "algo.loss = 'kto': kto estimates the KL by answers of other rows",
     ),
     "no weight": (
         ["--algo.desirable-weight", 0, "--algo.undesirable-weight", 0],
-        "leave nothing to learn",
+        "nothing is left to learn",
     ),
     "no column": (["--data.label-key", "good"], "data.label_key = 'good' must name true or false"),
     "another vocabulary": (

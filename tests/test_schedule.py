@@ -151,7 +151,7 @@ def test_the_critic_s_warm_up_is_checked_once_the_rows_are_known():
     cfg = RLConfig(num_epochs=1.0)
     cfg.critic.warmup_steps = 10
     assert num_rl_steps(cfg, 176) == 11
-    with pytest.raises(UserError, match="the policy none of the 10 steps of num_epochs = 1.0"):
+    with pytest.raises(UserError, match="the policy none of the run.s 10 steps"):
         num_rl_steps(cfg, 160)
 
 
