@@ -28,7 +28,7 @@ from minirl.data.rows import Rows
 from minirl.data.sources import JsonLines
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.run.inputs import MAY_BE_LONG, PromptChecks
 from minirl.run.supervised import mark_row
 

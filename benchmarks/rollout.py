@@ -56,7 +56,7 @@ from minirl.envs.registry import EnvMaker
 from minirl.model import scratch
 from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.functions import Rewards
+from minirl.rewards.scoring import Rewards
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.sampler import Sampler
 from minirl.types.packed import Trajectory

@@ -34,7 +34,7 @@ from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Raw, Session, State
 from minirl.envs.registry import make_env
 from minirl.refit.refit import Refit
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.rollout.sampler import Sampler
 from test_rollout import ENGINE, make_policy
 

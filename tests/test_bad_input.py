@@ -14,7 +14,7 @@ from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RewardConfig
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.rl import Trainer
 from nodes import Job, Node
 from programs import QUICKSTART, ROOT, Ended, fork, torchrun

@@ -17,7 +17,7 @@ from harness import ranks
 from in_memory import ALONE
 from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
-from minirl.checkpoint import lock
+from minirl.checkpoint import run_folder
 from minirl.checkpoint.exporting import plan_folder, write_companions
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
@@ -219,7 +219,7 @@ def test_an_output_that_nobody_can_write(tmp_path, place, resume):
     output = place.format(tmp_path)
     with pytest.raises(UserError, match="output = .*(choose|cannot)"):
         check_output(RLConfig(output=output, resume=resume), ONE)
-        lock.hold(Path(output))
+        run_folder.hold(Path(output))
 
 
 @pytest.mark.parametrize(

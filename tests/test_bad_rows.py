@@ -15,7 +15,7 @@ from minirl.data.lengths import LengthBound
 from minirl.data.prompts import open_prompts
 from minirl.data.tokenizer import check_template, use_template
 from minirl.model.scratch import make_tokenizer
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 
 DEEP = "[" * 100_000 + "]" * 100_000
 USER = {"role": "user", "content": "1+1?"}

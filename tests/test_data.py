@@ -18,7 +18,7 @@ from minirl.data.lengths import check_lengths
 from minirl.data.order import Curriculum
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.model.scratch import make_tokenizer
-from minirl.rewards import functions
+from minirl.rewards import loading, scoring
 
 
 def jsonl(path, *rows):
@@ -317,7 +317,7 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
 
 
 def reward(name, completion, answer):
-    return functions.make_rewards(RewardConfig(function=name))(
+    return loading.make_rewards(RewardConfig(function=name))(
         {"prompt": "q", "answer": answer}, completion
     )
 
@@ -382,7 +382,7 @@ def test_math_verify_works_in_threads():
 
 def test_reasoning_gym_scores_with_the_generator_s_own_grader():
     (row, *_) = load("reasoning_gym:spell_backward?size=3&seed=1")
-    graded = functions.make_rewards(RewardConfig(function="reasoning_gym"))
+    graded = loading.make_rewards(RewardConfig(function="reasoning_gym"))
     assert graded(row, f" {row['answer']}\n") == 1
     own = reasoning_gym.create_dataset("spell_backward", size=3, seed=1).score_answer
     for completion in ("", "zzz", row["answer"][:-1]):
@@ -404,7 +404,7 @@ def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path)
         "def score(prompt, completion, row):\n"
         "    return len(prompt) + 10 * len(completion) + 100 * row['x']\n",
     )
-    graded = functions.make_rewards(RewardConfig(function=f"{file}:score"))
+    graded = loading.make_rewards(RewardConfig(function=f"{file}:score"))
     row = {"prompt": "ab", "x": 3}
     assert graded(row, "abcd") == 342.0
 
@@ -437,7 +437,7 @@ def test_a_reward_that_cannot_be_had_is_refused(tmp_path, body, function, messag
     if body is not None:
         written(tmp_path, body)
     with pytest.raises(UserError, match=rf"reward.function = .*{message}"):
-        functions.make_rewards(RewardConfig(function=function.format(folder=tmp_path)))
+        loading.make_rewards(RewardConfig(function=function.format(folder=tmp_path)))
 
 
 def test_files_of_one_name_are_modules_of_their_own(tmp_path):
@@ -478,7 +478,7 @@ def test_a_file_is_imported_once(tmp_path):
 def test_a_file_that_is_not_python_is_refused(tmp_path):
     file = written(tmp_path, "def score(*_): return 1.0\n", "my_reward.txt")
     with pytest.raises(UserError, match="my_reward.txt"):
-        functions.make_rewards(RewardConfig(function=f"{file}:score"))
+        loading.make_rewards(RewardConfig(function=f"{file}:score"))
 
 
 def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
@@ -489,13 +489,11 @@ def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
         "from dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
         "def score(prompt, completion, row):\n    return Score(0.5).value\n",
     )
-    assert (
-        functions.make_rewards(RewardConfig(function=f"{file}:score"))({"prompt": "q"}, "a") == 0.5
-    )
+    assert loading.make_rewards(RewardConfig(function=f"{file}:score"))({"prompt": "q"}, "a") == 0.5
 
 
 def graded_by(function):
-    return functions.Rewards((1.0, function, "my.py:score"))({"prompt": "the prompt"}, "the answer")
+    return scoring.Rewards((1.0, function, "my.py:score"))({"prompt": "the prompt"}, "the answer")
 
 
 @pytest.mark.parametrize(
@@ -550,7 +548,7 @@ def check_rows(rewards, rows):
 
 @pytest.mark.parametrize("name", ["exact", "final_answer", "math_verify"])
 def test_rows_without_an_answer_are_refused_before_anything_runs(name):
-    check_rows(functions.Rewards((1.0, None, name)), ROWS)
+    check_rows(scoring.Rewards((1.0, None, name)), ROWS)
     with pytest.raises(
         UserError,
         match=(
@@ -558,10 +556,10 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
             r"\(data.answer_key\): .*no answer here"
         ),
     ):
-        check_rows(functions.Rewards((1.0, None, name)), [*ROWS, {"prompt": "no answer here"}])
+        check_rows(scoring.Rewards((1.0, None, name)), [*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):
         check_rows(
-            functions.Rewards((1.0, None, name)), [{"prompt": "p", "answer": None}]
+            scoring.Rewards((1.0, None, name)), [{"prompt": "p", "answer": None}]
         )  # or the answer `None` would be right
 
 
@@ -572,12 +570,12 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
 )
 def test_rows_without_a_generator_are_refused_by_reasoning_gym(row):
     check_rows(
-        functions.Rewards((1.0, None, "reasoning_gym")),
+        scoring.Rewards((1.0, None, "reasoning_gym")),
         [{"prompt": "p", "metadata": {"source_dataset": "products"}}],
     )
     with pytest.raises(UserError, match=r"needs rows with metadata.source_dataset"):
-        check_rows(functions.Rewards((1.0, None, "reasoning_gym")), [row])
+        check_rows(scoring.Rewards((1.0, None, "reasoning_gym")), [row])
 
 
 def test_a_function_of_the_user_s_takes_any_row():
-    check_rows(functions.Rewards((1.0, None, "my.py:score")), [{"prompt": "p"}])
+    check_rows(scoring.Rewards((1.0, None, "my.py:score")), [{"prompt": "p"}])

@@ -22,7 +22,7 @@ from minirl.config.shared import RewardConfig
 from minirl.envs import tools
 from minirl.envs.base import Env, Result, State
 from minirl.envs.registry import make_env
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from programs import ROOT
 from test_recipes import ENVIRONMENTS, rows, train
 

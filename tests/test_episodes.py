@@ -27,7 +27,7 @@ from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.envs.registry import EnvMaker
 from minirl.refit.refit import Refit
-from minirl.rewards.functions import Rewards
+from minirl.rewards.scoring import Rewards
 from minirl.rollout.pacing import spread
 from minirl.rollout.sampler import Sampler
 from minirl.types.packed import Trajectory

@@ -27,7 +27,7 @@ from minirl.envs.adapters.openrlhf import OpenRLHF, OpenRLHFExecutor
 from minirl.envs.base import PolicyInfo, State
 from minirl.envs.registry import make_env
 from minirl.refit.refit import Refit
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.rollout.sampler import Sampler
 from test_rollout import ENGINE, make_policy
 

@@ -34,8 +34,8 @@ from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
 from minirl.config.shared import RewardConfig
 from minirl.config.supervised import SFTConfig
-from minirl.rewards.functions import Rewards
 from minirl.rewards.http import RemoteReward
+from minirl.rewards.scoring import Rewards
 from minirl.run.metrics import Health
 from minirl.run.trainer import BaseTrainer
 from minirl.supervise import watch

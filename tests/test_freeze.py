@@ -13,7 +13,7 @@ from harness import RankFailed, ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
-from minirl.checkpoint import changes, exporting
+from minirl.checkpoint import exporting, run_folder
 from minirl.config.parse import parse_flags, save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
@@ -171,7 +171,7 @@ def test_another_choice_of_frozen_weights_does_not_resume(tmp_path):
     for section in (cfg.policy, cfg.critic):
         section.freeze = SOME
         with pytest.raises(UserError, match=r"freeze = \[.*it decides which weights"):
-            changes.compare_settings(cfg)
+            run_folder.compare_settings(cfg)
         section.freeze = []
 
 

@@ -258,7 +258,7 @@ def refit_and_sample(mesh, folder):
     from minirl.engine.engine import Sampling
     from minirl.envs.registry import make_env
     from minirl.refit.refit import Refit
-    from minirl.rewards.functions import make_rewards
+    from minirl.rewards.loading import make_rewards
     from minirl.rollout.sampler import Sampler
 
     policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh)

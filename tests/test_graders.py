@@ -16,7 +16,7 @@ import reasoning_gym
 
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.rewards import functions, graders
+from minirl.rewards import functions, graders, loading
 from minirl.rewards.graders import GraderLimits, GraderPool, StoppedGrade
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
@@ -216,18 +216,21 @@ def wait_until_zombie(process):
         time.sleep(0.01)
 
 
-def test_one_that_ends_is_replaced(math):
+def test_one_that_ends_is_replaced():
+    math = GraderPool("math_verify", 2, GraderLimits())
     assert math.grade("$1$", "$1$") == 1.0
-    template = psutil.Process(math._template._process.pid)
+    template = psutil.Process(math.process.pid)
     for worker in template.children():
         worker.kill()
         wait_until_zombie(worker)  # which its template is told to bury later
     # A worker that is gone cannot say whether it was the answer that ended it.
     grades = [math.grade("$1$", "$1$") for _ in range(3)]
     assert set(grades) <= {0.0, 1.0} and grades[-1] == 1.0
-    template.kill()
-    # The one that forks them reads no answer: it is started again, and the answer is graded.
-    assert math.grade("$1$", "$1$") == 1.0
+    template.kill()  # The one that forks them reads no answer: the machine has killed it.
+    wait_until_zombie(template)
+    with pytest.raises(UserError, match="the process of its graders was killed; is the memory"):
+        [math.grade("$1$", "$1$") for _ in range(3)]
+    math.close()
 
 
 def test_a_worker_has_nothing_of_the_run(monkeypatch):
@@ -235,7 +238,7 @@ def test_a_worker_has_nothing_of_the_run(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "kept")
     pool = GraderPool("math_verify", 1, GraderLimits())
     pool.grade("$1$", "$1$")
-    template = psutil.Process(pool._template._process.pid)
+    template = psutil.Process(pool.process.pid)
     (worker,) = template.children()
     for process in (template, worker):
         assert not {"RANK", "SECRET_TOKEN"} & process.environ().keys()
@@ -304,7 +307,7 @@ def test_a_forked_process_has_workers_of_its_own():
 
 def test_a_stopped_grade_is_counted_and_said(monkeypatch, math, capfd):
     monkeypatch.setattr(graders, "pool", lambda package: math)
-    rewards = functions.make_rewards(RewardConfig(function=["math_verify", "exact"]))
+    rewards = loading.make_rewards(RewardConfig(function=["math_verify", "exact"]))
     row = {"prompt": "p", "answer": "1/2"}
     infos = []
     for completion in ("$9^{9^{9^{9}}}$", "$0.5$", "1/2", "$9^{9^{9^{8}}}$", "$9^{9^{9^{7}}}$"):
@@ -339,7 +342,7 @@ def test_rows_that_no_grader_knows_are_refused(gym):
 
 def test_a_package_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(UserError, match="package no_such_package is not installed"):
-        graders.Template("no_such_package", GraderLimits())
+        GraderPool("no_such_package", 1, GraderLimits())
     monkeypatch.setattr(graders, "START", "raise ImportError('broken')")
     with pytest.raises(UserError, match="(?s)math_verify: its grader did not start: .*broken"):
-        graders.Template("math_verify", GraderLimits())
+        GraderPool("math_verify", 1, GraderLimits())

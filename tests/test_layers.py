@@ -53,7 +53,7 @@ ALLOWED = [  # for all that
     ("view/*", "config/*"),
     ("view/*", "rollout/index.py"),
     ("view/*", "endpoint/*"),
-    ("view/*", "checkpoint/changes.py"),
+    ("view/*", "checkpoint/run_folder.py"),
 ]
 # Outside package -> the files that may import it.
 DOORS = {
@@ -112,9 +112,9 @@ BROAD = {
     "sandbox/inside/program.py:execute": "an untrusted program may raise anything, and is told so",
     "sandbox/inside/trial.py:serve": "and it may do so when its tests call it, as they may expect",
     "sandbox/inside/trial.py:_do_pass": "tests that end by any error have failed",
-    "sandbox/inside/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0",
+    "sandbox/inside/grading.py:work": "so may a grader at what a policy wrote, which earns 0",
     "envs/registry.py:make_env": "the constructor of a user's environment may raise anything",
-    "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
+"rewards/scoring.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "endpoint/reward_server.py:_score_batch": "a forward may raise anything, and every request "
     "of its batch gets an answer of its own",

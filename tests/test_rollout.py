@@ -43,7 +43,7 @@ from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.regions import local_region
 from minirl.refit.refit import Refit
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.train.policy import Policy
 

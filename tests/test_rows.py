@@ -24,7 +24,7 @@ from minirl.data.rows import Order
 from minirl.data.sources import JsonLines
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.run.inputs import NO_ANSWER, UNGRADED, PromptChecks
 
 

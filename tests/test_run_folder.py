@@ -27,10 +27,10 @@ import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl.base.errors import UserError
 from minirl.base.files import partial_of, publish_folder, write_whole
-from minirl.checkpoint import changes, finding, lock, reading, state
+from minirl.checkpoint import finding, reading, run_folder, state
 from minirl.checkpoint.commands import export_checkpoint
 from minirl.checkpoint.state import Saver, load_checkpoint
-from minirl.config.parse import save_config
+from minirl.config.parse import flatten, save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
@@ -576,8 +576,8 @@ HOLD = """
 import os, sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from minirl.checkpoint import lock
-lock.hold(Path(sys.argv[1]))
+from minirl.checkpoint import run_folder
+run_folder.hold(Path(sys.argv[1]))
 if os.fork() == 0:  # a worker, which outlives the run
     time.sleep(60)
     os._exit(0)
@@ -587,7 +587,7 @@ time.sleep(600)
 
 
 def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "SECONDS_TO_WAIT", 0.2)
+    monkeypatch.setattr(run_folder, "SECONDS_TO_WAIT", 0.2)
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path, ROOT],
         stdout=subprocess.PIPE,
@@ -598,14 +598,14 @@ def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path, monkeypatch)
         assert first.stdout.readline() == "held\n"
         message = rf"output = {tmp_path} is in use by another run \(process {first.pid} on "
         with pytest.raises(UserError, match=message):
-            lock.hold(tmp_path)
+            run_folder.hold(tmp_path)
         with pytest.raises(UserError, match=message):
-            lock.require_free(tmp_path)
-        monkeypatch.setattr(lock, "SECONDS_TO_WAIT", 60.0)
+            run_folder.require_free(tmp_path)
+        monkeypatch.setattr(run_folder, "SECONDS_TO_WAIT", 60.0)
         first.kill()
-        with lock.released(tmp_path):
-            lock.hold(tmp_path)
-            lock.hold(tmp_path)  # it is this process's already
+        with run_folder.released(tmp_path):
+            run_folder.hold(tmp_path)
+            run_folder.hold(tmp_path)  # it is this process's already
             with (tmp_path / "lock").open() as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (tmp_path / "config.yaml").write_text("")  # The run begins.
@@ -616,40 +616,9 @@ def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path, monkeypatch)
         first.wait()
 
 
-def test_a_run_that_is_refused_leaves_no_lock(tmp_path):
-    there, new = tmp_path / "there", tmp_path / "deep" / "new"
-    there.mkdir()
-    for folder in (there, new):
-        with pytest.raises(UserError, match="refused"), lock.released(folder):
-            lock.hold(folder)
-            assert (folder / "lock").exists()
-            raise UserError("refused")
-    assert not list(there.iterdir()) and not new.exists()
-
-
-def test_a_lock_that_its_holder_has_removed_is_none(tmp_path, monkeypatch):
-    """Whoever waits for it takes the next file of its name."""
-    (tmp_path / "lock").touch()
-    flock = fcntl.flock
-    times = []
-
-    def removed_meanwhile(*arguments):
-        if not times:
-            (tmp_path / "lock").unlink()
-        times.append(1)
-        flock(*arguments)
-
-    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    with lock.released(tmp_path):
-        lock.hold(tmp_path)
-        assert len(times) == 2
-        with (tmp_path / "lock").open() as file, pytest.raises(BlockingIOError):
-            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def test_a_look_for_a_lock_leaves_nothing(tmp_path):
-    lock.require_free(tmp_path)
-    lock.require_free(tmp_path / "none")
+    run_folder.require_free(tmp_path)
+    run_folder.require_free(tmp_path / "none")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -659,10 +628,10 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     def unsupported(*args):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(lock, "say", said.append)
+    monkeypatch.setattr(run_folder, "say", said.append)
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with lock.released(tmp_path):
-        lock.hold(tmp_path)
+    with run_folder.released(tmp_path):
+        run_folder.hold(tmp_path)
     assert len(said) == 1 and "cannot be locked" in said[0]
 
 
@@ -674,9 +643,9 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
         folder.mkdir()
         (folder / "lock").symlink_to(target)
         with pytest.raises(UserError, match=r"lock is a symbolic link, .*; remove it"):
-            lock.hold(folder)
+            run_folder.hold(folder)
     with pytest.raises(UserError, match="lock is a symbolic link"):
-        lock.require_free(tmp_path / "OUTSIDE")
+        run_folder.require_free(tmp_path / "OUTSIDE")
     assert outside.read_text() == "precious" and not (tmp_path / "nothing").exists()
 
 
@@ -731,7 +700,7 @@ def test_links_in_a_run_folder_do_not_lead_outside(tmp_path):
 
 def start(mesh, output):
     """Return why it is refused. A run that is not goes on until another one is."""
-    lock.SECONDS_TO_WAIT = 0.3
+    run_folder.SECONDS_TO_WAIT = 0.3
     refused = output / "refused"
     try:
         policy = PolicyConfig(model="scratch")
@@ -763,7 +732,7 @@ def begun(folder, cls, **settings):
     cfg = cls(output=str(folder), **settings)
     save_config(cfg, folder / "config.yaml")
     path = folder / "config.yaml"
-    path.write_text(changes.head_of(cls) + path.read_text())
+    path.write_text(run_folder.head_of(cls) + path.read_text())
     return cfg
 
 
@@ -803,10 +772,10 @@ def changed(cfg, name, value):
 )
 def test_what_makes_another_run_is_refused_by_its_name(tmp_path, cls, name, value):
     cfg = begun(tmp_path, cls)
-    assert changes.compare_settings(dataclasses.replace(cfg, resume=True)) == []
-    old = changes.flatten(dataclasses.asdict(cfg))[name]
+    assert run_folder.compare_settings(dataclasses.replace(cfg, resume=True)) == []
+    old = flatten(dataclasses.asdict(cfg))[name]
     with pytest.raises(UserError) as refused:
-        changes.compare_settings(changed(cfg, name, value))
+        run_folder.compare_settings(changed(cfg, name, value))
     message = str(refused.value)
     assert message.startswith(f"resume: {name} = {value!r}, and the run was begun with {old!r}")
     assert "set it as it was, or start in another output folder" in message
@@ -817,11 +786,11 @@ def test_what_may_change_is_listed(tmp_path):
     changed(cfg, "num_steps", 200)
     changed(cfg, "policy.lr", 1e-4)
     changed(cfg, "rollout.keep_inside", (0.1, 0.9))
-    assert changes.compare_settings(dataclasses.replace(cfg, output=f"{tmp_path}/.")) == [
+    assert run_folder.compare_settings(dataclasses.replace(cfg, output=f"{tmp_path}/.")) == [
         "num_steps 100 -> 200",
         "rollout.keep_inside (0.0, 1.0) -> (0.1, 0.9)",
         "policy.lr None -> 0.0001",
-    ] or set(changes.compare_settings(cfg)) == {
+    ] or set(run_folder.compare_settings(cfg)) == {
         "num_steps 100 -> 200",
         "rollout.keep_inside (0.0, 1.0) -> (0.1, 0.9)",
         "policy.lr None -> 0.0001",
@@ -832,7 +801,7 @@ def test_what_may_change_is_listed(tmp_path):
 def test_another_program_does_not_resume(tmp_path, cls):
     begun(tmp_path, RLConfig)
     with pytest.raises(UserError, match=r"is a run of minirl.rl, and this is minirl.(sft|rm|dpo)"):
-        changes.compare_settings(cls(output=str(tmp_path), resume=True))
+        run_folder.compare_settings(cls(output=str(tmp_path), resume=True))
 
 
 @pytest.mark.parametrize("content", [b"seed: [", b"unknown: 1", b"- 1", b"seed: seven"])
@@ -840,7 +809,7 @@ def test_a_damaged_config_is_one_error(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)
     cfg = RLConfig(output=str(tmp_path), resume=True)
     with pytest.raises(UserError, match="resume: .*config.yaml"):
-        changes.compare_settings(cfg)
+        run_folder.compare_settings(cfg)
 
 
 # --------------------------------------------------------------------------------------------------

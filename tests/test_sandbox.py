@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from minirl.base.errors import UserError
-from minirl.rewards import functions
+from minirl.rewards import functions, scoring
 from minirl.sandbox import runner
 from minirl.sandbox.runner import ProgramLimits, run
 
@@ -302,6 +302,6 @@ def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, comp
 
 
 def test_rows_without_tests_are_refused():
-    functions.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "tests": TESTS})
+    scoring.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "tests": TESTS})
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):
-        functions.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "answer": "y"})
+        scoring.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "answer": "y"})

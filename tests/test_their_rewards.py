@@ -19,7 +19,7 @@ from minirl.engine.loop import Completion
 from minirl.envs.adapters.openrlhf import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, first_call
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.loading import make_rewards
 from minirl.rollout.conversation import Conversation, Prompt
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
@@ -198,22 +198,6 @@ def test_functions_get_the_exchange_with_calls_and_replies(file):
     for messages, wanted in ((exchange, 1.0), (exchange[-1:], 0.0)):
         rewards, [answer] = scored([f"{path}:uses"], "it is 4", row=CHAT, messages=messages)
         assert rewards.total(answer) == wanted
-
-
-WRONG = {
-    "positional only": (
-        "def f(completions, /): return [0.0]",
-        "cannot be called by keyword, as TRL does: its parameter 'completions' is positional-only",
-    ),
-    "no names": ("def f(*args): return [0.0]", "takes no argument by keyword"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_signature_that_cannot_be_called_is_refused_at_the_start(file, name):
-    text, message = WRONG[name]
-    with pytest.raises(UserError, match=message):
-        trl(f"{file(text)}:f")
 
 
 def test_a_column_that_rows_lack_is_refused_before_anything_is_generated(file):

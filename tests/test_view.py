@@ -23,7 +23,7 @@ import torch
 import dumped
 from harness import PRELOAD
 from minirl.base.errors import UserError
-from minirl.checkpoint.changes import head_of
+from minirl.checkpoint.run_folder import head_of
 from minirl.config.parse import save_config
 from minirl.config.rl import RLConfig
 from minirl.model.scratch import make_tokenizer
@@ -261,8 +261,10 @@ def test_a_run_that_was_killed_does_not_run(run, tmp_path):
     shutil.copytree(run, copy)
     (copy / "summary.json").write_text('{"state": "running", "reason": ""}')
     assert Run(copy).describe()["state"] == KILLED
-    holder = "import sys, time; from pathlib import Path; from minirl.checkpoint import lock; "
-    holder += "lock.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    holder = (
+        "import sys, time; from pathlib import Path; from minirl.checkpoint import run_folder; "
+    )
+    holder += "run_folder.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", holder, str(copy)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout.readline() == "held\n"

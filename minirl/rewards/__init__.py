@@ -1,6 +1,5 @@
 """Ways to score an answer: functions, endpoints over HTTP, TRL's functions, a reward model."""
 
-import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +47,8 @@ class Answer:
     values: dict[str, float | None] = field(default_factory=dict)  # By function, so far.
 
 
-class AdaptedReward(abc.ABC):
-    """A reward function that was written for another library.
+class AdaptedReward:
+    """A reward function that was written for another library: `score` or `score_all` is its own.
 
     Attributes:
         together: it is called for all completions of a prompt at once.
@@ -57,18 +56,13 @@ class AdaptedReward(abc.ABC):
 
     together = False
 
-    @abc.abstractmethod
-    def score(
-        self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall
-    ) -> float | None:
-        """Return the reward; None: the function does not apply to this row."""
+    def score(self, answer: Answer) -> float | None:
+        """Return the reward of an answer; None: the function does not apply to its row."""
+        raise NotImplementedError
 
     def score_all(self, answers: Sequence[Answer]) -> Sequence[float | None]:
         """Return the rewards of completions of one prompt."""
-        return [
-            self.score(answer.row["prompt"], answer.completion, answer.row, answer.call)
-            for answer in answers
-        ]
+        return [self.score(answer) for answer in answers]
 
     def why_not(self, row: dict) -> str:
         """Return why no answer to this row can be scored; empty: it can."""

@@ -23,7 +23,7 @@ import inspect
 import itertools
 import numbers
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import Parameter
@@ -35,9 +35,8 @@ import torch
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.values import read_options
-from minirl.rewards import AdaptedReward, Answer, RewardCall, RowPrompt
+from minirl.rewards import AdaptedReward, Answer
 
-BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
 # Parameters by which a function of another library is known: its prefix -> their names.
 FOREIGN = {
     "verl": (
@@ -53,54 +52,36 @@ class NamedCall:
     """A function, perhaps an asynchronous one, that gets by keyword what it asks for.
 
     Attributes:
-        where: setting and value, for errors.
         names: of its parameters that can be given by keyword.
         needed: those of them without a default.
         takes_all: whether it has **kwargs.
     """
 
-    def __init__(self, where: str, function: Callable, library: str):
-        """Read the signature.
-
-        Args:
-            where: setting and value, for errors.
-            function: the function.
-            library: the library that calls functions so, for errors.
-
-        Raises:
-            UserError: it has a parameter that cannot be given by keyword, or takes nothing.
-        """
-        self.where = where
+    def __init__(self, function: Callable):
         self.function = function
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{where}: its signature cannot be read: {error}") from error
-        required = [p for p in parameters if p.default is Parameter.empty]
-        unnamed = [p for p in required if p.kind is Parameter.POSITIONAL_ONLY]
-        require(
-            not unnamed,
-            f"{where} cannot be called by keyword, as {library} does: its parameter "
-            f"{unnamed and unnamed[0].name!r} is positional-only; drop the / in its signature",
-        )
-        named = [p for p in parameters if p.kind not in (*BY_POSITION, Parameter.VAR_KEYWORD)]
-        self.takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-        require(
-            named or self.takes_all,
-            f"{where} takes no argument by keyword, so nothing could be scored; give it the "
-            f"parameters that {library} names, and **kwargs",
-        )
-        self.names = {p.name for p in named}
-        self.needed = [p.name for p in named if p in required]
+        self.names = set()
+        self.needed = []
+        self.takes_all = False
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                self.takes_all = True
+            elif parameter.kind not in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
+                self.names.add(name)
+                if parameter.default is Parameter.empty:
+                    self.needed.append(name)
 
     def __call__(self, given: dict[str, Any]) -> Any:
         """Return what the function returns, called with those of `given` that it takes."""
         if not self.takes_all:
             given = {name: value for name, value in given.items() if name in self.names}
         value = self.function(**given)
-        if inspect.isawaitable(value):
-            return asyncio.run_coroutine_threadsafe(_result_of(value), event_loop()).result()
-        return value
+        if not inspect.isawaitable(value):
+            return value
+
+        async def result() -> Any:
+            return await value
+
+        return asyncio.run_coroutine_threadsafe(result(), event_loop()).result()
 
 
 def foreign_prefix(function: Callable) -> tuple[str, str]:
@@ -125,10 +106,6 @@ def plain_number(value: Any) -> Any:
         return value.item() if value.numel() == 1 else value
     is_one = isinstance(value, np.ndarray | np.generic) and value.size == 1
     return value.item() if is_one else value
-
-
-async def _result_of(values: Awaitable) -> Any:
-    return await values
 
 
 @cache
@@ -159,18 +136,8 @@ def trl_reward(place: str) -> AdaptedReward:
     Raises:
         UserError: There is no such function, or it cannot be called as TRL does.
     """
-    file, _, _ = place.rpartition(":")
-    if file:
-        return TRLReward(place, find_function("reward.function", place, {}))
-    return TRLReward(place, _shipped(place), is_shipped=True)
-
-
-def _shipped(place: str) -> Callable:
-    """Return a function that TRL ships, made with the options after `?`, if it has any.
-
-    Raises:
-        UserError: trl is not installed, has no such function, or its options are wrong.
-    """
+    if ":" in place:
+        return TRLReward(find_function("reward.function", place, {}))
     name, _, query = place.partition("?")
     where = f"reward.function = trl:{place}"
     try:
@@ -189,9 +156,9 @@ def _shipped(place: str) -> Callable:
     function: Callable = getattr(shipped, name)
     if not name.startswith("get_"):
         require(not query, f"{where}: {name} takes no options after ?")
-        return function
+        return TRLReward(function, is_shipped=True)
     try:
-        return function(**read_options(query))
+        return TRLReward(function(**read_options(query)), is_shipped=True)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{where}: {error}; give its arguments {inspect.signature(function)} after ?, as in "
@@ -203,18 +170,14 @@ class TRLReward(AdaptedReward):
     """A function that is called for all completions of a prompt.
 
     Args:
-        place: what names it, for errors.
         function: the function.
         is_shipped: it is TRL's own, which reads chat messages alone.
-
-    Raises:
-        UserError: It has a parameter that cannot be given by keyword.
     """
 
     together = True
 
-    def __init__(self, place: str, function: Callable, *, is_shipped: bool = False):
-        self.call = NamedCall(f"reward.function = trl:{place}", function, "TRL")
+    def __init__(self, function: Callable, *, is_shipped: bool = False):
+        self.call = NamedCall(function)
         self.is_shipped = is_shipped
         # Columns without which it cannot be called.
         self.columns = [name for name in self.call.needed if name not in GIVEN]
@@ -229,13 +192,6 @@ class TRLReward(AdaptedReward):
             f"needs {', '.join(missing)}, which is neither a column nor what TRL's trainer gives "
             f"({known})"
         )
-
-    def score(
-        self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall
-    ) -> float | None:
-        """Return what the function gives for a completion alone. Raises as `score_all` does."""
-        [value] = self.score_all([Answer(row=row, completion=completion, call=call)])
-        return value
 
     def score_all(self, answers: Sequence[Answer]) -> list[float | None]:
         """Return what the function gives for completions of one prompt; None: it does not apply.
@@ -327,7 +283,7 @@ class VerlReward(AdaptedReward):
     """
 
     def __init__(self, where: str, function: Callable, options: dict[str, Any]):
-        self.call = NamedCall(where, function, "verl")
+        self.call = NamedCall(function)
         self.options = options
         self.takes_lists = bool(self.call.names.intersection(SEVERAL))
         given = (*(SEVERAL if self.takes_lists else ONE), *options)
@@ -347,18 +303,19 @@ class VerlReward(AdaptedReward):
             return "needs reward_model.ground_truth, and a row has neither that nor an answer"
         return ""
 
-    def score(self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall) -> Any:
+    def score(self, answer: Answer) -> Any:
         """Return the reward, and log what else a dict has.
 
         Raises:
             KeyError: A dict has no `score`.
             ValueError: A function that takes lists returned anything but one value.
         """
+        row = answer.row
         # As verl's loops of agents count turns: those of the policy and of others, and the prompt.
-        is_policy = [message["role"] == "assistant" for message in call.messages]
+        is_policy = [message["role"] == "assistant" for message in answer.call.messages]
         num_turns = 1 + max(1, len(list(itertools.groupby(is_policy))))
         extra_info = {"num_turns": num_turns, **(row.get("extra_info") or {})}
-        values = (row.get("data_source"), completion, _ground_truth(row), extra_info)
+        values = (row.get("data_source"), answer.completion, _ground_truth(row), extra_info)
         if self.takes_lists:
             given = {name: [value] for name, value in zip(SEVERAL, values, strict=True)}
             [result] = self.call(given | self.options)
@@ -370,9 +327,9 @@ class VerlReward(AdaptedReward):
             if name == "score":
                 continue
             if isinstance(plain_number(value), numbers.Real):
-                call.log_metric(name, plain_number(value))
+                answer.call.log_metric(name, plain_number(value))
             else:
-                call.columns[name] = value
+                answer.call.columns[name] = value
         return plain_number(result["score"])
 
 

@@ -5,7 +5,7 @@ completion's fault does: a function that cannot be called, uses a name or a modu
 there, or returns anything but a number. Another error is only shown, and the run continues: the
 function may be right to refuse a text that no policy would write.
 
-A function that uses signals is called in processes of its own from then on (workers.py).
+A function that uses signals is called in processes of its own from then on (loading.py).
 """
 
 import os
@@ -22,9 +22,10 @@ from minirl.data.prompts import Prompts
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards import Answer, RewardCall, TrainerState
-from minirl.rewards.functions import REWARDS, Rewards, is_mistake, needs_main_thread
+from minirl.rewards.functions import REWARDS
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.workers import ProcessReward
+from minirl.rewards.loading import ProcessReward, is_mistake
+from minirl.rewards.scoring import Rewards, needs_main_thread
 
 
 def make_up_completion(row: dict) -> str:
@@ -48,55 +49,39 @@ def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Mesh
     Raises:
         UserError: a function cannot work.
     """
-    if not _of_files(rewards):
-        return
-    row = dict(prompts.rows[0])
-    row["rendered_prompt"] = prompts.rendered(row)
-    tokens = chat.encode(prompts.tokenizer, make_up_completion(row))
-    with_signals: list[str] = []
-    with errors_of_all(mesh):
-        if mesh.rank == 0:
-            for function, name in _of_files(rewards):
-                if _try(rewards, function, name, row, tokens):
-                    with_signals.append(name)
-    with_signals = mesh.gather(with_signals)[0]
-    if not with_signals:
-        return
-
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     num_workers = min(num_threads, max(2, cores))
-    with errors_of_all(mesh):
-        for function, name in _of_files(rewards):
-            if name in with_signals:
-                rewards.replace(name, ProcessReward(name, function, num_workers))
-        if mesh.rank == 0:
-            say(
-                f"reward.function = {', '.join(with_signals)} uses signals, which only a main "
-                f"thread handles: {num_workers} processes on each rank call it"
-            )
-            for function, name in _of_files(rewards):
-                if name in with_signals:
-                    _try(rewards, function, name, row, tokens)
+    for number, (weight, function, name) in enumerate(rewards.weighted):
+        if name in REWARDS or isinstance(function, RemoteReward):
+            continue
+        uses_signals = False
+        with errors_of_all(mesh):
+            if mesh.rank == 0:
+                uses_signals = try_reward(rewards, function, name, prompts)
+        if not mesh.gather(uses_signals)[0]:
+            continue
+        with errors_of_all(mesh):
+            process = ProcessReward(name, function, num_workers)
+            rewards.weighted[number] = (weight, process, name)
+            if mesh.rank == 0:
+                say(
+                    f"reward.function = {name} uses signals, which only a main thread handles: "
+                    f"{num_workers} processes on each rank call it"
+                )
+                try_reward(rewards, process, name, prompts)
 
 
-def _of_files(rewards: Rewards) -> list[tuple[Any, str]]:
-    """Return the functions that are the user's, with their names."""
-    return [
-        (function, name)
-        for _, function, name in rewards.weighted
-        if name not in REWARDS and not isinstance(function, RemoteReward)
-    ]
-
-
-def _try(rewards: Rewards, function: Any, name: str, row: dict, tokens: list[int]) -> bool:
+def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> bool:
     """Call a function in a thread, as a run does. Returns whether it uses signals.
 
     Raises:
         UserError: it cannot work.
     """
+    row = dict(prompts.rows[0])
+    row["rendered_prompt"] = prompts.rendered(row)
     completion = make_up_completion(row)
-    state = TrainerState(max_steps=1, num_train_epochs=1.0)
-    call = RewardCall(tokens=tokens, state=state)
+    tokens = chat.encode(prompts.tokenizer, completion)
+    call = RewardCall(tokens=tokens, state=TrainerState(max_steps=1, num_train_epochs=1.0))
     answer = Answer(row=row, completion=completion, call=call)
     uses_signals = False
 
@@ -115,13 +100,10 @@ def _try(rewards: Rewards, function: Any, name: str, row: dict, tokens: list[int
 
     with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread:
         failure = thread.submit(call_it).exception()
-    if uses_signals or (failure and needs_main_thread(failure)):
+    if uses_signals or needs_main_thread(failure):
         return True
-    if failure is None:
-        return False
-    if not isinstance(failure, UserError):
-        raise failure
-    if is_mistake(failure.__cause__):
-        raise failure
-    say(f"{failure} (a made-up completion); a run ends where one of the policy does the same")
+    if failure:
+        if not isinstance(failure, UserError) or is_mistake(failure.__cause__):
+            raise failure
+        say(f"{failure} (a made-up completion); a run ends where one of the policy does the same")
     return False

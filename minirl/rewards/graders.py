@@ -26,17 +26,15 @@ from pathlib import Path
 
 import minirl
 from minirl.base.errors import UserError, require
-from minirl.base.log import say
 from minirl.sandbox import runner
-from minirl.sandbox.inside import frames, grading
+from minirl.sandbox.inside import grading
 from minirl.sandbox.inside.grading import GRADERS
 
-__all__ = ["GRADERS", "GraderLimits", "GraderPool", "StopReports", "StoppedGrade", "pool"]
+__all__ = ["GRADERS", "GraderLimits", "GraderPool", "StoppedGrade", "pool"]
 
 START = "from minirl.sandbox.inside.grading import main; main()"
 ROOT = Path(minirl.__file__).parents[1]
 MAX_REPLY = 2**16  # Bytes.
-MAX_STARTS = 3  # Of the process that forks workers, for one answer.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +58,46 @@ class StoppedGrade(float):
         return grade
 
 
-class Template:
-    """The process that imports a package and forks workers.
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """A process that grades."""
+
+    pid: int
+    socket: socket.socket
+
+
+class GraderPool:
+    """A process that imports a package and forks workers, which threads may use at once.
 
     Args:
         package: one of minirl.sandbox.inside.grading.GRADERS.
+        num_workers: at most; they are forked when they are needed.
         limits: of each answer.
 
     Raises:
         UserError: the package does not import, or the kernel cannot keep workers in.
     """
 
-    def __init__(self, package: str, limits: GraderLimits):
-        self._lock = threading.Lock()  # One order at a time.
+    def __init__(self, package: str, num_workers: int, limits: GraderLimits):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise UserError(f"reward.function = {package}: the package {package} is not installed")
+        self.package = package
+        self.limits = limits
+        self._free: queue.LifoQueue[Worker | None] = queue.LifoQueue()  # None: to be forked.
+        for _ in range(num_workers):
+            self._free.put(None)
+        self._lock = threading.Lock()  # One order to the process at a time.
         self._control, inner = socket.socketpair()
         settings = {
             "package": package,
             "control": inner.fileno(),
             "parent": os.getpid(),
-            "readable": [*runner.READABLE, *_folder_of(package)],
+            "readable": [*runner.READABLE, str(Path(spec.origin).parents[1])],
             "seconds": limits.seconds,
             "memory": limits.memory_mb * 2**20,
         }
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-B", "-P", "-c", START, json.dumps(settings)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -100,70 +115,13 @@ class Template:
         )
         inner.close()
         ready = self._control.recv(len(grading.READY), socket.MSG_WAITALL)
-        assert self._process.stderr
-        with self._process.stderr as errors:
+        assert self.process.stderr
+        with self.process.stderr as errors:
             said = errors.read().decode(errors="replace")  # To its end, which comes with READY.
         require(
             ready == grading.READY,
             f"reward.function = {package}: its grader did not start: {said[-500:]}",
         )
-
-    def fork(self) -> "Worker":
-        """Start a worker. Raises ConnectionError if this process is gone."""
-        own, inner = socket.socketpair()
-        with inner:
-            pid = self._order(grading.FORK, 0, [inner.fileno()])
-        return Worker(pid, own, self)
-
-    def end(self, worker: "Worker") -> int:
-        """Kill a worker. Returns how it ended, as os.waitpid; raises ConnectionError as `fork`."""
-        worker.socket.close()
-        return self._order(grading.KILL, worker.pid, [])
-
-    def _order(self, kind: bytes, pid: int, descriptors: list[int]) -> int:
-        with self._lock:
-            socket.send_fds(self._control, [grading.ORDER.pack(kind, pid)], descriptors)
-            reply = self._control.recv(grading.NUMBER.size, socket.MSG_WAITALL)
-        if len(reply) < grading.NUMBER.size:
-            raise ConnectionError("the process that forks graders has ended")
-        return grading.NUMBER.unpack(reply)[0]
-
-    def close(self) -> None:
-        """End the process and its workers."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-
-@dataclass(frozen=True, eq=False)
-class Worker:
-    """A process that grades."""
-
-    pid: int
-    socket: socket.socket
-    template: Template
-
-
-class GraderPool:
-    """Workers for the grader of one package, which threads may use at once.
-
-    Args:
-        package: one of minirl.sandbox.inside.grading.GRADERS.
-        num_workers: at most; they are forked when they are needed.
-        limits: of each answer.
-
-    Raises:
-        UserError: as Template does.
-    """
-
-    def __init__(self, package: str, num_workers: int, limits: GraderLimits):
-        self.package = package
-        self.limits = limits
-        self._free: queue.LifoQueue[Worker | None] = queue.LifoQueue()  # None: to be forked.
-        for _ in range(num_workers):
-            self._free.put(None)
-        self._lock = threading.Lock()
-        self._template = Template(package, limits)
 
     def grade(self, *arguments: object) -> float:
         """Return the grade of an answer; a StoppedGrade if it reached a limit or the grader failed.
@@ -172,30 +130,46 @@ class GraderPool:
             arguments: of the package's grader in minirl/sandbox/inside/grading.py.
 
         Raises:
-            UserError: the row is wrong, or the process that forks workers ends again and again.
+            UserError: the row is wrong, or the process that forks workers has ended.
         """
-        request = pickle.dumps(arguments)
-        for _ in range(MAX_STARTS):
-            worker = self._free.get()
-            kept = None
-            template = worker.template if worker else self._template
-            try:
-                worker = worker or template.fork()
-                reply = self._ask(worker, request)
-                if "value" in reply:
-                    kept = worker
-                else:
-                    reply = {"stopped": self._why(template.end(worker)), **reply}
-            except ConnectionError:
-                self._replace(template)
-                continue
-            finally:
-                self._free.put(kept)
-            return self._grade_of(reply)
-        raise UserError(
-            f"reward.function = {self.package}: the process of its graders was killed "
-            f"{MAX_STARTS} times; is the memory of the machine used up?"
-        )
+        worker = self._free.get()
+        kept = None
+        try:
+            worker = worker or self._fork()
+            reply = self._ask(worker, pickle.dumps(arguments))
+            if "value" in reply:
+                kept = worker
+            else:
+                worker.socket.close()
+                status = self._order(grading.KILL, worker.pid, [])
+                reply = {"stopped": self._why(status), **reply}
+        except ConnectionError as error:
+            raise UserError(
+                f"reward.function = {self.package}: the process of its graders was killed; is the "
+                "memory of the machine used up?"
+            ) from error
+        finally:
+            self._free.put(kept)
+        if "mistake" in reply:
+            raise UserError(f"reward.function = {self.package}: {reply['mistake']}")
+        value = reply.get("value")
+        if isinstance(value, float) and math.isfinite(value):
+            return value
+        return StoppedGrade(str(reply.get("stopped", f"it returned {value!r}"))[:200])
+
+    def _fork(self) -> Worker:
+        own, inner = socket.socketpair()
+        with inner:
+            return Worker(self._order(grading.FORK, 0, [inner.fileno()]), own)
+
+    def _order(self, kind: bytes, pid: int, descriptors: list[int]) -> int:
+        """Return what the process that forks replies to an order. Raises ConnectionError."""
+        with self._lock:
+            socket.send_fds(self._control, [grading.ORDER.pack(kind, pid)], descriptors)
+            reply = self._control.recv(grading.NUMBER.size, socket.MSG_WAITALL)
+        if len(reply) < grading.NUMBER.size:
+            raise ConnectionError("the process that forks graders has ended")
+        return grading.NUMBER.unpack(reply)[0]
 
     def _ask(self, worker: Worker, request: bytes) -> dict[str, object]:
         """Return a worker's reply, or why there is none; {} if it has ended or speaks nonsense."""
@@ -204,9 +178,9 @@ class GraderPool:
             # Waits are counted, not read from a clock, so that the seconds in which all processes
             # of a run are stopped do not count.
             worker.socket.settimeout(patience)
-            frames.send(worker.socket, request)
+            grading.send(worker.socket, request)
             worker.socket.settimeout(1.0)
-            reply = json.loads(frames.receive(worker.socket, MAX_REPLY, patience))
+            reply = json.loads(grading.receive(worker.socket, MAX_REPLY, patience))
         except TimeoutError:
             return {"stopped": f"it took more than {patience} seconds"}
         except (ConnectionError, ValueError):
@@ -221,32 +195,11 @@ class GraderPool:
             return f"it took more than {self.limits.seconds:g} seconds of CPU time"
         return f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
 
-    def _grade_of(self, reply: dict[str, object]) -> float:
-        if "mistake" in reply:
-            raise UserError(f"reward.function = {self.package}: {reply['mistake']}")
-        value = reply.get("value")
-        if isinstance(value, float) and math.isfinite(value):
-            return value
-        return StoppedGrade(str(reply.get("stopped", f"it returned {value!r}"))[:200])
-
-    def _replace(self, template: Template) -> None:
-        """Start another template process in place of one that is gone."""
-        with self._lock:
-            if self._template is template:
-                template.close()
-                self._template = Template(self.package, self.limits)
-
     def close(self) -> None:
-        """End all processes of the pool."""
-        self._template.close()
-
-
-def _folder_of(package: str) -> list[str]:
-    """Return where a package and those it needs are installed."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise UserError(f"reward.function = {package}: the package {package} is not installed")
-    return [str(Path(spec.origin).parents[1])]
+        """End the process and its workers."""
+        self._control.close()
+        self.process.kill()
+        self.process.wait()
 
 
 @functools.cache
@@ -260,22 +213,3 @@ def pool(package: str) -> GraderPool:
 
 # A process that is forked from this one must not speak with its workers.
 os.register_at_fork(after_in_child=pool.cache_clear)
-
-
-class StopReports:
-    """Says on the console which answers could not be graded: the 1st, 2nd, 4th, 8th, ..."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def report(self, name: str, grade: StoppedGrade, completion: str) -> None:
-        """Count a stopped grade of the function `name`."""
-        with self._lock:
-            count = self._counts.get(name, 0) + 1
-            self._counts[name] = count
-        if count & (count - 1) == 0:
-            say(
-                f"{name} could not grade an answer, which earns 0 ({grade.why}); {count} so far "
-                f"in this process: {completion[:80]!r}"
-            )

@@ -25,7 +25,7 @@ from minirl.engine.loop import EngineLoop, Request, in_thread
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.envs.registry import EnvMaker
 from minirl.rewards import Answer, RewardCall
-from minirl.rewards.functions import Rewards
+from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
 from minirl.types.packed import UNSET, Trajectory
 

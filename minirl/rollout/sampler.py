@@ -28,7 +28,7 @@ from minirl.engine.loop import EngineLoop
 from minirl.envs.base import Agent
 from minirl.envs.registry import EnvMaker
 from minirl.rewards import Answer
-from minirl.rewards.functions import Rewards
+from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import Goal, GroupState, IsEnough, Pace, deal, pull

@@ -25,7 +25,7 @@ from minirl.base.files import (
 from minirl.base.log import say
 from minirl.base.oversight import Oversight
 from minirl.base.reading import is_file
-from minirl.checkpoint import changes, lock
+from minirl.checkpoint import run_folder
 from minirl.checkpoint.finding import finished
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
@@ -66,7 +66,8 @@ from minirl.parallel.machines import (
 )
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.first_call import try_rewards
-from minirl.rewards.functions import Rewards, make_rewards
+from minirl.rewards.loading import make_rewards
+from minirl.rewards.scoring import Rewards
 from minirl.rollout import records
 from minirl.run import user_algorithms
 
@@ -288,8 +289,8 @@ def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
     with errors_of_all(mesh):
         if mesh.rank == 0:  # alone, as check_shared demands
             _refuse_other_run(output, cfg.resume)
-            lock.require_free(output)
-            changed = changes.compare_settings(cfg) if cfg.resume else []
+            run_folder.require_free(output)
+            changed = run_folder.compare_settings(cfg) if cfg.resume else []
             if changed:
                 say(f"resuming with other settings than before: {', '.join(changed)}")
     check_shared(output, "output", mesh)
@@ -318,7 +319,7 @@ LEFT_BY_A_START = (
     "scratch.partial",
     "scratch.replaced",
     "config.yaml.partial",
-    lock.NAME,
+    run_folder.LOCK,
 )
 
 
@@ -515,7 +516,7 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, mesh: Mesh) -> None:
 
     with errors_of_all(mesh):
         if mesh.rank == 0:
-            lock.hold(output)
+            run_folder.hold(output)
             _refuse_other_run(output, cfg.resume)  # another run may have been here meanwhile
             # A run that has begun keeps the model: other weights would be another run.
             has_begun = (output / "config.yaml").exists()

@@ -18,7 +18,7 @@ from torch import Tensor
 from minirl.base.errors import require
 from minirl.base.files import write_whole
 from minirl.base.log import Timer, say
-from minirl.checkpoint import changes, finding, lock
+from minirl.checkpoint import finding, run_folder
 from minirl.checkpoint.exporting import Exporter, export_adapter
 from minirl.checkpoint.state import LOWER_IS_BETTER, Saver, load_checkpoint, restore
 from minirl.config.policy import Checkpointing, PolicyConfig
@@ -73,8 +73,8 @@ class TrainingRun:
         self.results: results.Results | None = None  # On rank 0.
         if mesh.rank == 0:
             # Write the config; drop what the run will write again.
-            lock.hold(self.output)
-            text = changes.head_of(type(cfg)) + to_yaml(dataclasses.asdict(cfg))
+            run_folder.hold(self.output)
+            text = run_folder.head_of(type(cfg)) + to_yaml(dataclasses.asdict(cfg))
             write_whole(self.output / "config.yaml", text)
             records.drop_steps(self.output / "rollouts", self.first_step)
             resumed = self.resumed_from is not None
@@ -343,7 +343,7 @@ class BaseTrainer(abc.ABC):
     @classmethod
     def main(cls, cfg: TrainingConfig, mesh: Mesh) -> None:
         """Make the program and train; finish a checkpoint under way however training ends."""
-        with lock.released(Path(cfg.output)):
+        with run_folder.released(Path(cfg.output)):
             program = cls(cfg, mesh)
             mesh.watch.can_save = True  # from here on a signal asks to save, then to end
             if mesh.agree_to_stop():

@@ -18,7 +18,7 @@ from pathlib import Path
 import minirl
 from minirl.base.errors import require
 from minirl.sandbox.inside.trial import PASSED
-from minirl.sandbox.usage import OverLimitError, check_usage, remove_folder
+from minirl.sandbox.usage import over_limit, remove_folder
 
 # Starts the program with the inner side of minirl only, whatever is installed.
 START = (
@@ -136,7 +136,6 @@ def _run(
             start_new_session=True,
             env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
         )
-    watch = ProgramWatch(process, folder, limits, end, verdict)
     try:
         if tests is not None:
             verdict.settimeout(limits.seconds)
@@ -144,22 +143,30 @@ def _run(
             with contextlib.suppress(OSError):
                 verdict.sendall(tests.encode(errors="replace"))
                 verdict.shutdown(socket.SHUT_WR)
-        status = watch.until_end()
+        status, output, passed = watch(process, folder, limits, end, verdict)
     finally:
         process.kill()  # The tests' process ends with it.
         code = process.wait()
-        watch.close()
+        verdict.close()
+        if process.stdout:
+            process.stdout.close()
         remove_folder(root, "program")
 
-    text = watch.output[: limits.output].decode(errors="replace")
-    if len(watch.output) > limits.output:
+    text = output[: limits.output].decode(errors="replace")
+    if len(output) > limits.output:
         text += "\n... (cut)"
     status = status or STATUSES.get(code, "error" if code > 0 else "killed")
-    return ProgramResult(status, text), watch.passed
+    return ProgramResult(status, text), passed
 
 
-class ProgramWatch:
-    """Watches a program until it ends, has passed its tests, or uses more than it may.
+def watch(
+    process: subprocess.Popen,
+    folder: str,
+    limits: ProgramLimits,
+    end: float,
+    verdict: socket.socket,
+) -> tuple[str, bytes, bool]:
+    """Watch a program until it ends, has passed its tests, or uses more than it may.
 
     Args:
         process: the program's process, with a pipe as its output.
@@ -167,64 +174,44 @@ class ProgramWatch:
         limits: what it may use.
         end: when its time is over, by time.monotonic().
         verdict: connection over which the tests' process says PASSED.
+
+    Returns:
+        Why it has to be ended (empty: it has ended), its output, whether the tests have passed.
     """
-
-    def __init__(
-        self,
-        process: subprocess.Popen,
-        folder: str,
-        limits: ProgramLimits,
-        end: float,
-        verdict: socket.socket,
+    assert process.stdout  # as `_run` has asked for
+    output = b""
+    next_look = 0.0
+    with (
+        open(os.pidfd_open(process.pid), "rb", buffering=0) as ended,
+        selectors.DefaultSelector() as selector,
     ):
-        assert process.stdout  # as `_run` has asked for
-        self.pipe = process.stdout
-        self.pid = process.pid
-        self.folder = folder
-        self.limits = limits
-        self.end = end
-        self.verdict = verdict
-        self.output = b""
-        self.passed = False
-        self._ended = os.pidfd_open(process.pid)
+        for source in (ended, process.stdout, verdict):
+            selector.register(source, selectors.EVENT_READ)
+        while selector.get_map():
+            now = time.monotonic()
+            if now > end:
+                return "timeout", output, False
+            if now > next_look:
+                next_look = now + SECONDS_BETWEEN_LOOKS
+                status = over_limit(folder, process.pid, limits.disk_mb * 2**20)
+                if status:
+                    return status, output, False
+            for key, _ in selector.select(min(SECONDS_BETWEEN_LOOKS, end - now)):
+                chunk = b""
+                if key.fileobj is process.stdout:
+                    chunk = os.read(key.fd, 65536)
+                    # What exceeds the limit is dropped, so that the program can continue.
+                    if len(output) <= limits.output:
+                        output += chunk
+                elif key.fileobj is verdict and receive_verdict(verdict):
+                    return "", output, True
+                if not chunk:
+                    selector.unregister(key.fileobj)
+    return "", output, False
 
-    def until_end(self) -> str | None:
-        """Return when the program has ended (None), or why it has to be ended."""
-        next_look = 0.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._ended, selectors.EVENT_READ, lambda: False)
-            selector.register(self.pipe, selectors.EVENT_READ, self._read_output)
-            selector.register(self.verdict, selectors.EVENT_READ, self._read_verdict)
-            while selector.get_map() and not self.passed:
-                now = time.monotonic()
-                if now > self.end:
-                    return "timeout"
-                if now > next_look:
-                    next_look = now + SECONDS_BETWEEN_LOOKS
-                    try:
-                        check_usage(self.folder, self.pid, self.limits.disk_mb * 2**20)
-                    except OverLimitError as over:
-                        return over.status
-                for key, _ in selector.select(min(SECONDS_BETWEEN_LOOKS, self.end - now)):
-                    says_more = key.data()
-                    if not says_more:
-                        selector.unregister(key.fileobj)
-        return None
 
-    def _read_output(self) -> bool:
-        """Take output. What exceeds the limit is dropped, so that the program can continue."""
-        chunk = os.read(self.pipe.fileno(), 65536)
-        if len(self.output) <= self.limits.output:
-            self.output += chunk
-        return bool(chunk)
-
-    def _read_verdict(self) -> bool:
-        with contextlib.suppress(ConnectionError):
-            self.passed = self.verdict.recv(len(PASSED)) == PASSED
-        return False
-
-    def close(self) -> None:
-        """Close what the program was watched by."""
-        os.close(self._ended)
-        self.pipe.close()
-        self.verdict.close()
+def receive_verdict(verdict: socket.socket) -> bool:
+    """Return whether the tests' process says that they have passed."""
+    with contextlib.suppress(ConnectionError):
+        return verdict.recv(len(PASSED)) == PASSED
+    return False

@@ -3,6 +3,9 @@
 Paths are bytes here: a program may name its files as it likes.
 """
 
+import contextlib
+import itertools
+import math
 import os
 import stat
 from pathlib import Path
@@ -12,16 +15,8 @@ MAX_THREADS = 256
 MAX_PATH = 4000  # Bytes. The kernel takes 4095.
 
 
-class OverLimitError(Exception):
-    """A program uses more than it may: `status` of its result."""
-
-    def __init__(self, status: str):
-        super().__init__(status)
-        self.status = status
-
-
-def check_usage(folder: str, pid: int, max_bytes: int) -> None:
-    """Raise OverLimitError if a program has too many bytes or names in files, or threads.
+def over_limit(folder: str, pid: int, max_bytes: int) -> str:
+    """Return the status of a program that uses more than it may; empty: it does not.
 
     The program continues meanwhile: whatever is gone when it is looked at counts as nothing.
 
@@ -30,43 +25,31 @@ def check_usage(folder: str, pid: int, max_bytes: int) -> None:
         pid: of the program.
         max_bytes: of all files together, also of those that are open without a name.
     """
-    total = _unnamed_bytes(folder, pid)
+    total = unnamed_bytes(folder, pid)
     num_names = 0
     waiting = [os.fsencode(folder)]
     while waiting:
-        path = waiting.pop()
-        for entry in _list(path):
+        entries: list[os.DirEntry] = []
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as found:
+            entries = list(itertools.islice(found, MAX_NAMES + 1))
+        for entry in entries:
             num_names += 1
-            try:
+            with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                waiting.append(entry.path)
-            total += _bytes_of(status)
+                total += _bytes_of(status)
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append(entry.path)
             if total > max_bytes or num_names > MAX_NAMES or len(entry.path) > MAX_PATH:
-                raise OverLimitError("disk")
+                return "disk"
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return  # The program has ended.
+        return ""  # The program has ended.
     # The name, in parentheses, may contain anything; the threads are the 18th field after it.
-    if int(text.rpartition(")")[2].split()[17]) > MAX_THREADS:
-        raise OverLimitError("killed")
-
-
-def _list(path: bytes) -> list[os.DirEntry]:
-    """Return what is in a folder, MAX_NAMES + 1 entries at most. None, if it cannot be listed."""
-    entries = []
-    try:
-        with os.scandir(path) as found:
-            for entry in found:
-                entries.append(entry)
-                if len(entries) > MAX_NAMES:
-                    break
-    except OSError:
-        return []
-    return entries
+    num_threads = int(text.rpartition(")")[2].split()[17])
+    if num_threads > MAX_THREADS:
+        return "killed"
+    return "disk" if total > max_bytes else ""
 
 
 def _bytes_of(status: os.stat_result) -> int:
@@ -76,44 +59,30 @@ def _bytes_of(status: os.stat_result) -> int:
     return max(status.st_size, 512 * status.st_blocks)
 
 
-def _unnamed_bytes(folder: str, pid: int) -> int:
+def unnamed_bytes(folder: str, pid: int) -> float:
     """Return the bytes of files that are removed and still open.
 
-    Raises:
-        OverLimitError: one is neither open nor named, but mapped, so that its size is unknown.
+    Infinity: one is neither open nor named, but mapped, so that its size is unknown.
     """
-    open_files: dict[tuple[int, int], int] = {}
+    open_files: dict[int, int] = {}  # Bytes by inode.
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
     except OSError:
         return 0  # The program has ended.
     for descriptor in descriptors:
-        try:
+        with contextlib.suppress(OSError):
             status = os.stat(f"/proc/{pid}/fd/{descriptor}")
-        except OSError:
-            continue
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-            open_files[status.st_dev, status.st_ino] = _bytes_of(status)
-    mapped = _mapped_inodes(folder, pid)
-    if not mapped <= {inode for _, inode in open_files}:
-        raise OverLimitError("disk")
-    return sum(open_files.values())
-
-
-def _mapped_inodes(folder: str, pid: int) -> set[int]:
-    """Return the inodes of the removed files of `folder` that a program has in its memory."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
-    except OSError:
-        return set()
+            if status.st_nlink == 0:
+                open_files[status.st_ino] = _bytes_of(status)
     inside = os.fsencode(folder) + b"/"
-    inodes = set()
     for line in lines:
         # addresses, rights, offset, device, inode, path
         fields = line.split(None, 5)
-        if len(fields) == 6 and fields[5].startswith(inside) and fields[5].endswith(b" (deleted)"):
-            inodes.add(int(fields[4]))
-    return inodes
+        is_removed = len(fields) == 6 and fields[5].endswith(b" (deleted)")
+        if is_removed and fields[5].startswith(inside) and int(fields[4]) not in open_files:
+            return math.inf
+    return sum(open_files.values())
 
 
 def remove_folder(root: str, name: str) -> None:

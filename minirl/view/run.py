@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from minirl.base.errors import UserError, require
-from minirl.checkpoint.changes import head_of
+from minirl.checkpoint.run_folder import head_of
 from minirl.config.parse import flatten
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig

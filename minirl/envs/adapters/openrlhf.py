@@ -40,7 +40,7 @@ import torch
 from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.envs.base import Env, Raw, Result, State
-from minirl.rewards import AdaptedReward, RewardCall, RowPrompt, graders
+from minirl.rewards import AdaptedReward, Answer, graders
 from minirl.rewards.adapters import event_loop
 
 
@@ -163,14 +163,15 @@ class OpenRLHFReward(AdaptedReward):
     def __init__(self, function: Callable):
         self.function = function
 
-    def score(self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall) -> float:
+    def score(self, answer: Answer) -> float:
         """Return the reward."""
-        rendered = row["rendered_prompt"]
-        result = self.function([rendered + completion], [rendered], [row.get("answer")])
+        prompt = answer.row["rendered_prompt"]
+        label = answer.row.get("answer")
+        result = self.function([prompt + answer.completion], [prompt], [label])
         if not isinstance(result, dict):
             return to_number(result)
         for name, value in result.get("extra_logs", {}).items():
-            call.log_metric(name, to_number(value))
+            answer.call.log_metric(name, to_number(value))
         return to_number(result["rewards"])
 
 

@@ -5,9 +5,9 @@ and then forks a worker whenever it is asked to, which costs milliseconds. A wor
 rights (kernel.py), and grades answers until it is killed, or is no longer wanted. So what an answer
 makes a grader do can hurt no other process, and a worker that runs into a limit is soon replaced.
 
-Both sides speak in frames (frames.py). A request is pickled, since it comes from the trainer. A
-reply is JSON, since it comes from a process that has read what a policy wrote: {"value": number},
-{"stopped": why} or {"mistake": what is wrong with the row}.
+Both sides send frames: four bytes of length and then the text. A request is pickled, since it comes
+from the trainer. A reply is JSON, since it comes from a process that has read what a policy wrote:
+{"value": number}, {"stopped": why} or {"mistake": what is wrong with the row}.
 """
 
 import ast
@@ -28,7 +28,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from minirl.sandbox.inside.frames import receive, send
 from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
 
 # To the template process: what to do, and for KILL the worker's pid. FORK comes with a socket.
@@ -36,6 +35,7 @@ ORDER = struct.Struct("=ci")
 FORK, KILL = b"f", b"k"
 NUMBER = struct.Struct("=i")  # Its reply: the pid, or how the worker ended.
 READY = b"ready"
+LENGTH = struct.Struct("=I")  # Begins a frame.
 SECONDS_BETWEEN_LOOKS = 5.0  # At the parent, which could have ended without a word.
 
 # reasoning-gym's modules that evaluate an answer as Python, and as an expression of sympy.
@@ -86,25 +86,20 @@ def main() -> None:
         if not order:
             return
         kind, pid = ORDER.unpack(order)
-        if kind == FORK:
-            control.sendall(NUMBER.pack(_fork(grade, control, descriptors[0], settings)))
-        else:
+        if kind == KILL:
             os.kill(pid, signal.SIGKILL)  # If it has ended, its number is not another's yet.
             control.sendall(NUMBER.pack(os.waitpid(pid, 0)[1]))
-
-
-def _fork(grade: Callable, control: socket.socket, descriptor: int, settings: dict) -> int:
-    """Start a worker that is asked over a socket. Returns its pid."""
-    template = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.close(descriptor)
-        return pid
-    control.close()
-    end_with_parent()
-    if os.getppid() == template:
-        work(grade, socket.socket(fileno=descriptor), settings)
-    os._exit(0)
+            continue
+        template = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            end_with_parent()
+            if os.getppid() == template:
+                work(grade, socket.socket(fileno=descriptors[0]), settings)
+            os._exit(0)
+        os.close(descriptors[0])
+        control.sendall(NUMBER.pack(pid))
 
 
 def work(grade: Callable, trainer: socket.socket, settings: dict) -> None:
@@ -123,21 +118,72 @@ def work(grade: Callable, trainer: socket.socket, settings: dict) -> None:
         arguments = pickle.loads(request)
         # Its signal ends the process, wherever it is: a power of numbers is one call of Python.
         signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
-        reply = _grade(grade, arguments)
+        reply: dict[str, object]
+        try:
+            reply = {"value": float(grade(*arguments))}
+        except RowError as error:
+            reply = {"mistake": str(error)}
+        except MemoryError:
+            reply = {"stopped": "memory"}
+        except Exception as error:  # a grader may raise anything at what a policy wrote
+            reply = {"stopped": f"{type(error).__name__}: {error}"[:200]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(trainer, json.dumps(reply).encode())
 
 
-def _grade(grade: Callable, arguments: tuple) -> dict[str, object]:
-    """Return the reply to a request."""
-    try:
-        return {"value": float(grade(*arguments))}
-    except RowError as error:
-        return {"mistake": str(error)}
-    except MemoryError:
-        return {"stopped": "memory"}
-    except Exception as error:  # a grader may raise anything at what a policy wrote
-        return {"stopped": f"{type(error).__name__}: {error}"[:200]}
+# --------------------------------------------------------------------------------------------------
+# frames
+
+
+def send(peer: socket.socket, text: bytes) -> None:
+    """Send a frame."""
+    peer.sendall(LENGTH.pack(len(text)) + text)
+
+
+def receive(peer: socket.socket, longest: int = 2**32, patience: int | None = None) -> bytes:
+    """Return the next frame; nothing if the other side has left.
+
+    Args:
+        peer: the connection.
+        longest: length that a frame may have in bytes.
+        patience: how often to wait as long as `peer`'s timeout, or for a part of the frame. None:
+            for ever.
+
+    Raises:
+        ConnectionError: the frame is longer, or is cut.
+        TimeoutError: it takes longer.
+    """
+    head = _receive_exactly(peer, LENGTH.size, patience)
+    if not head:
+        return b""
+    (length,) = LENGTH.unpack(head)
+    if not 0 < length <= longest:
+        raise ConnectionError(f"a frame of {length} bytes")
+    return _receive_exactly(peer, length, patience)
+
+
+def _receive_exactly(peer: socket.socket, length: int, patience: int | None) -> bytes:
+    """Return so many bytes; nothing if there are none. Raises as `receive`."""
+    received = bytearray()
+    num_waits = 0
+    while len(received) < length:
+        num_waits += 1
+        if patience is not None and num_waits > patience:
+            raise TimeoutError
+        try:
+            part = peer.recv(min(length - len(received), 2**20))
+        except TimeoutError:
+            continue
+        if not part:
+            if received:
+                raise ConnectionError("a frame is cut")
+            break
+        received += part
+    return bytes(received)
+
+
+# --------------------------------------------------------------------------------------------------
+# the graders
 
 
 def make_math_verify() -> Callable[[str, str], bool]:

@@ -4,8 +4,8 @@
 * Landlock (Linux 5.13): no file except those of Python and the own folder can be opened, linked,
   removed or listed. From Linux 6.12 on also: no signal to, and no abstract socket of, a process
   outside.
-* seccomp (Linux 3.17): a list of the system calls that are allowed, some of them with certain
-  arguments only. Every other call fails with EPERM, those of future kernels too.
+* seccomp (Linux 3.17): a list of the system calls that are allowed (calls.txt), some of them with
+  certain arguments only. Every other call fails with EPERM, those of future kernels too.
 * limits: CPU seconds, address space, file size, open files, locked memory, no core dump.
 
 It imports the standard library only, and nothing of minirl, so that a sandbox starts as fast as
@@ -19,186 +19,8 @@ import signal
 import struct
 from errno import EINVAL, ENOSYS, EOPNOTSUPP, EPERM
 
-# Numbers of the system calls that are allowed with any arguments: (x86_64, aarch64). None where
-# there is no such call.
-ALLOWED = {
-    # Read and write what is open.
-    "read": (0, 63),
-    "write": (1, 64),
-    "close": (3, 57),
-    "close_range": (436, 436),
-    "lseek": (8, 62),
-    "pread64": (17, 67),
-    "pwrite64": (18, 68),
-    "readv": (19, 65),
-    "writev": (20, 66),
-    "preadv": (295, 69),
-    "pwritev": (296, 70),
-    "preadv2": (327, 286),
-    "pwritev2": (328, 287),
-    "sendfile": (40, 71),
-    "copy_file_range": (326, 285),
-    "dup": (32, 23),
-    "dup2": (33, None),
-    "dup3": (292, 24),
-    "ftruncate": (77, 46),
-    "flock": (73, 32),
-    "fsync": (74, 82),
-    "fdatasync": (75, 83),
-    "fadvise64": (221, 223),
-    # Files by name: Landlock says which.
-    "open": (2, None),
-    "openat": (257, 56),
-    "creat": (85, None),
-    "stat": (4, None),
-    "fstat": (5, 80),
-    "lstat": (6, None),
-    "newfstatat": (262, 79),
-    "statx": (332, 291),
-    "statfs": (137, 43),
-    "fstatfs": (138, 44),
-    "access": (21, None),
-    "faccessat": (269, 48),
-    "faccessat2": (439, 439),
-    "getdents": (78, None),
-    "getdents64": (217, 61),
-    "getcwd": (79, 17),
-    "chdir": (80, 49),
-    "fchdir": (81, 50),
-    "umask": (95, 166),
-    "rename": (82, None),
-    "renameat": (264, 38),
-    "renameat2": (316, 276),
-    "mkdir": (83, None),
-    "mkdirat": (258, 34),
-    "rmdir": (84, None),
-    "unlink": (87, None),
-    "unlinkat": (263, 35),
-    "link": (86, None),
-    "linkat": (265, 37),
-    "symlink": (88, None),
-    "symlinkat": (266, 36),
-    "readlink": (89, None),
-    "readlinkat": (267, 78),
-    # Pipes, and waiting for what is open.
-    "pipe": (22, None),
-    "pipe2": (293, 59),
-    "eventfd2": (290, 19),
-    "poll": (7, None),
-    "ppoll": (271, 73),
-    "select": (23, None),
-    "pselect6": (270, 72),
-    "epoll_create": (213, None),
-    "epoll_create1": (291, 20),
-    "epoll_ctl": (233, 21),
-    "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22),
-    "recvfrom": (45, 207),
-    "shutdown": (48, 210),
-    "getsockname": (51, 204),
-    "getpeername": (52, 205),
-    "getsockopt": (55, 209),
-    # Memory.
-    "brk": (12, 214),
-    "munmap": (11, 215),
-    "mremap": (25, 216),
-    "mprotect": (10, 226),
-    "msync": (26, 227),
-    "mincore": (27, 232),
-    "madvise": (28, 233),
-    # Threads and the own signals.
-    "futex": (202, 98),
-    "set_robust_list": (273, 99),
-    "rseq": (334, 293),
-    "membarrier": (324, 283),
-    "sched_yield": (24, 124),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "rt_sigpending": (127, 136),
-    "rt_sigtimedwait": (128, 137),
-    "rt_sigsuspend": (130, 133),
-    "sigaltstack": (131, 132),
-    "pause": (34, None),
-    "alarm": (37, None),
-    "getitimer": (36, 102),
-    "setitimer": (38, 103),
-    "restart_syscall": (219, 128),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-    # Time.
-    "time": (201, None),
-    "gettimeofday": (96, 169),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115),
-    "nanosleep": (35, 101),
-    "times": (100, 153),
-    # What it is and where.
-    "getpid": (39, 172),
-    "gettid": (186, 178),
-    "getppid": (110, 173),
-    "getpgid": (121, 155),
-    "getpgrp": (111, None),
-    "getsid": (124, 156),
-    "getuid": (102, 174),
-    "geteuid": (107, 175),
-    "getgid": (104, 176),
-    "getegid": (108, 177),
-    "getgroups": (115, 158),
-    "getresuid": (118, 148),
-    "getresgid": (120, 150),
-    "getrlimit": (97, 163),
-    "setrlimit": (160, 164),
-    "getrusage": (98, 165),
-    "getpriority": (140, 141),
-    "sched_getaffinity": (204, 123),
-    "getcpu": (309, 168),
-    "sysinfo": (99, 179),
-    "uname": (63, 160),
-    "getrandom": (318, 278),
-}
-# Calls that change attributes of files, which Landlock does not look at. They are answered by 0 and
-# do nothing, because shutil.copy and other honest code make them.
-IGNORED = {
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
-# Calls for which libraries have another if the kernel does not know them.
-UNKNOWN = {
-    "clone3": (435, 435),  # its flags are out of a filter's reach
-    "openat2": (437, 437),
-    "epoll_pwait2": (441, 441),
-}
-# Calls that shutil.copy2 does without where a file system has no such attributes.
-UNSUPPORTED = {
-    "getxattr": (191, 8),
-    "lgetxattr": (192, 9),
-    "fgetxattr": (193, 10),
-    "listxattr": (194, 11),
-    "llistxattr": (195, 12),
-    "flistxattr": (196, 13),
-}
-# Calls of which some are allowed, by their arguments: see `_argument_rules`.
-BY_ARGUMENT = {
-    "clone": (56, 220),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "prlimit64": (302, 261),
-    "prctl": (157, 167),
-    "fcntl": (72, 25),
-    "ioctl": (16, 29),
-    "mmap": (9, 222),
-    "socketpair": (53, 199),
-    "sendto": (44, 206),
-}
+# The system calls that a program may make, and what the others get.
+CALLS = os.path.join(os.path.dirname(__file__), "calls.txt")
 # Calls that only this file makes.
 CAPSET = (126, 91)
 PRCTL = (157, 167)
@@ -206,7 +28,7 @@ SECCOMP = (317, 277)
 LANDLOCK_CREATE_RULESET = 444
 LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
-# Column of the tables above, and what the kernel calls the architecture.
+# Column of the numbers in CALLS and above, and what the kernel calls the architecture.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 # Arguments, from Linux's headers.
@@ -235,9 +57,13 @@ ALLOW = (RETURN, 0, 0, 0x7FFF0000)
 KILL = (RETURN, 0, 0, 0x80000000)
 ERRNO = 0x00050000
 DENY = (RETURN, 0, 0, ERRNO | EPERM)
-NO_SUCH_CALL = (RETURN, 0, 0, ERRNO | ENOSYS)
-NOT_SUPPORTED = (RETURN, 0, 0, ERRNO | EOPNOTSUPP)
-DO_NOTHING = (RETURN, 0, 0, ERRNO | 0)
+# Answers of CALLS to a call with any arguments.
+ANSWERS = {
+    "allow": ALLOW,
+    "do nothing": (RETURN, 0, 0, ERRNO | 0),
+    "no such call": (RETURN, 0, 0, ERRNO | ENOSYS),
+    "not supported": (RETURN, 0, 0, ERRNO | EOPNOTSUPP),
+}
 LOAD_NUMBER = (LOAD, 0, 0, 0)
 LOAD_ARCHITECTURE = (LOAD, 0, 0, 4)
 
@@ -276,10 +102,14 @@ def confine(confinement: Confinement) -> None:
     column, architecture = MACHINES[os.uname().machine]
     for kind, (soft, hard) in confinement.limits.items():
         resource.setrlimit(kind, (soft, hard))
+    program = filter_program(column, architecture)  # Reads a file, which is out of reach later.
     _call(PRCTL[column], PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # Which both filters ask for.
     _drop_capabilities(column)
     _restrict_files(confinement.readable, confinement.folder)
-    _restrict_calls(column, architecture)
+    packed = [struct.pack("=HBBI", *instruction) for instruction in program]
+    code = ctypes.create_string_buffer(b"".join(packed))
+    filters = struct.pack("@HP", len(program), ctypes.addressof(code))
+    _call(SECCOMP[column], 1, 0, filters)  # SECCOMP_SET_MODE_FILTER
 
 
 def end_with_parent() -> None:
@@ -355,7 +185,10 @@ def _only_if(argument: int, values: tuple[int, ...]) -> list[Instruction]:
 
 
 def _argument_rules() -> dict[str, list[Instruction]]:
-    """Return what to do when a call of BY_ARGUMENT is made. All look at 32 bits, as the kernel."""
+    """Return what to do when a call is made that some arguments allow, by its name.
+
+    All look at 32 bits, as the kernel does.
+    """
     own = os.getpid()
     return {
         "clone": _only_if(0, CLONE_OF_A_THREAD),
@@ -402,25 +235,18 @@ def _argument_rules() -> dict[str, list[Instruction]]:
 
 def filter_program(column: int, architecture: int) -> list[Instruction]:
     """Return the filter's program. It returns at the first call that has the number asked for."""
-    rules = {numbers: [ALLOW] for numbers in ALLOWED.values()}
-    rules |= {numbers: [DO_NOTHING] for numbers in IGNORED.values()}
-    rules |= {numbers: [NO_SUCH_CALL] for numbers in UNKNOWN.values()}
-    rules |= {numbers: [NOT_SUPPORTED] for numbers in UNSUPPORTED.values()}
     by_argument = _argument_rules()
-    rules |= {numbers: by_argument[name] for name, numbers in BY_ARGUMENT.items()}
-
     program = [LOAD_ARCHITECTURE, (EQUAL, 1, 0, architecture), KILL, LOAD_NUMBER]
-    for numbers, instructions in rules.items():
-        number = numbers[column]
-        if number is not None:
-            program += [(EQUAL, 0, len(instructions), number), *instructions]
+    answer = ""
+    with open(CALLS) as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        if line.startswith("["):
+            answer = line.strip("[]")
+        elif line and not line.startswith("#"):
+            *numbers, name = line.split()
+            instructions = by_argument[name] if name in by_argument else [ANSWERS[answer]]
+            if numbers[column] != "-":
+                number = int(numbers[column])
+                program += [(EQUAL, 0, len(instructions), number), *instructions]
     return [*program, DENY]
-
-
-def _restrict_calls(column: int, architecture: int) -> None:
-    """Install the filter."""
-    program = filter_program(column, architecture)
-    packed = [struct.pack("=HBBI", *instruction) for instruction in program]
-    code = ctypes.create_string_buffer(b"".join(packed))
-    filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _call(SECCOMP[column], 1, 0, filters)  # SECCOMP_SET_MODE_FILTER

@@ -1,0 +1,190 @@
+"""The folder of a run: one writes there at a time, and a resumed one has the settings of the first.
+
+Rank 0 holds `lock` in the folder from the first thing that the run writes to its end. The kernel
+frees it however the process ends; the file stays.
+
+Across machines it is as good as the file system: NFS (version 4, or 3 with its lock daemon) keeps
+such a lock on the server, which frees that of a dead machine when its lease has run out. If a file
+system has no locks, one line says so.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+from minirl.base.errors import UserError, require
+from minirl.base.log import say
+from minirl.base.reading import is_file
+from minirl.config.parse import flatten, load_config, program_of
+from minirl.config.shared import TrainingConfig
+
+LOCK = "lock"
+# A killed process frees its memory before its locks.
+SECONDS_TO_WAIT = 5.0
+_held: dict[Path, int] = {}  # File descriptors by folder, of this process.
+
+# Settings that make another run -> what they decide. Steps, examples and tickets are counted from
+# the begin of the run, so settings of how many belong to a step decide which rows come next.
+FIXED = {
+    "seed": "the order of the rows and all samples",
+    "data.*": "what the run trains on",
+    "rollout.replay": "what the run trains on",
+    "rollout.prompts_per_step": "which rows the next step takes",
+    "batch_size": "which rows the next step takes",
+    "policy.model": "the model",
+    "policy.scratch.*": "the model",
+    "policy.freeze": "which weights the optimizer's state is of",
+    "critic.freeze": "which weights the optimizer's state is of",
+    "policy.lora.*": "which weights are trained",
+    "critic.lora.*": "which weights are trained",
+    "critic.share_base": "another model of the run",
+    "ref.model": "another model of the run",
+    "sft.num_steps": "the model that RL begins with",
+    "critic.model": "another model of the run",
+    "reward.model": "another model of the run",
+    "reference": "another model of the run",
+}
+# Where a run is and how it is started is no setting of it.
+IGNORED = ("output", "resume")
+
+
+def hold(output: Path) -> None:
+    """Lock the folder of a run, which is made if it is missing. Nothing if this process has it.
+
+    Raises:
+        UserError: another run holds it, or it cannot be written to.
+    """
+    if output in _held:
+        return
+    path = output / LOCK
+    require(
+        not path.is_symlink(),
+        f"{path} is a symbolic link, and the run would overwrite what it points to; remove it",
+    )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        if not _lock(descriptor, output):
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"output = {output} is in use by another run ({holder or 'it does not say which'});"
+                " wait for its end or end it, or name another folder with --output"
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        raise UserError(
+            f"output = {output} cannot be written to: {error}; make room there, or choose another "
+            "folder"
+        ) from error
+    _held[output] = descriptor
+
+
+def _lock(descriptor: int, output: Path) -> bool:
+    """Return whether nobody else has the lock; wait a little for a run that is ending."""
+    end = time.monotonic() + SECONDS_TO_WAIT
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            say(
+                f"output = {output} cannot be locked ({error}): see that no second run writes there"
+            )
+            return True
+        else:
+            return True
+
+
+def require_free(output: Path) -> None:
+    """Raise UserError if another run holds the folder. Writes nothing where there is no lock."""
+    if output not in _held and is_file(output / LOCK):
+        hold(output)
+
+
+@contextlib.contextmanager
+def released(output: Path) -> Iterator[None]:
+    """Release the lock of a folder, if this process holds it, at the end of the block."""
+    try:
+        yield
+    finally:
+        descriptor = _held.pop(output, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _forget() -> None:
+    """Close the locks in a fork of this process, which would hold them beyond its end."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def head_of(cls: type) -> str:
+    """Return the line that begins the config.yaml of a run."""
+    return f"# Settings of a run of {program_of(cls)}.\n"
+
+
+def compare_settings(cfg: TrainingConfig) -> list[str]:
+    """Compare a resumed run's settings with those in its folder.
+
+    Returns:
+        What has changed and may: `name old -> new`.
+
+    Raises:
+        UserError: the folder is that of another program, or a setting has changed that makes
+            another run; or the folder's config.yaml cannot be read.
+    """
+    path = Path(cfg.output) / "config.yaml"
+    if not is_file(path):
+        return []  # it ended before it began
+    try:
+        begin = path.read_bytes()[:200].decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"resume: {path} cannot be read: {error}") from error
+    begun_by = re.match(r"# Settings of a run of (minirl\.\w+)\.", begin)
+    program = program_of(type(cfg))
+    require(
+        begun_by is None or begun_by[1] == program,
+        f"resume: {cfg.output} is a run of {begun_by and begun_by[1]}, and this is {program}; name "
+        "another folder with --output",
+    )
+    try:
+        saved = load_config(type(cfg), str(path))
+    except UserError as error:
+        raise UserError(
+            f"resume: {cfg.output} holds no settings of {program} of this version: {error}; start "
+            "in another output folder"
+        ) from error
+
+    old = flatten(dataclasses.asdict(saved))
+    changed = []
+    new = flatten(dataclasses.asdict(cfg))
+    for name in new | old:  # a mapping's names may be on one side only
+        before = old.get(name)
+        now = new.get(name)
+        if name in IGNORED or before == now:
+            continue
+        for pattern, decided in FIXED.items():
+            require(
+                not fnmatch(name, pattern),
+                f"resume: {name} = {now!r}, and the run was begun with {before!r}: it decides "
+                f"{decided}; set it as it was, or start in another output folder (if it is the "
+                f"same thing at another place, change {path}, too)",
+            )
+        changed.append(f"{name} {before!r} -> {now!r}")
+    return changed

@@ -1,0 +1,222 @@
+"""From `reward.function` to functions that can be called, in this process or in others.
+
+Python lets only the main thread of a process handle signals, and rewards run in other threads. A
+function with a time limit by `signal.alarm`, as math-verify's `parse` has one, therefore runs in
+workers: a process imports it once and forks them, and each calls it in its main thread for one
+completion after the other. They end with the rank.
+"""
+
+import json
+import math
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+
+import minirl
+from minirl.base.errors import UserError, require
+from minirl.base.oversight import Oversight
+from minirl.config.lookup import find_function
+from minirl.config.shared import RewardConfig
+from minirl.rewards import AdaptedReward, Answer, RewardFunction
+from minirl.rewards.adapters import foreign_prefix
+from minirl.rewards.functions import REWARDS
+from minirl.rewards.http import RemoteReward
+from minirl.rewards.scoring import Rewards, grade, needs_main_thread, to_plain
+from minirl.sandbox.inside.grading import receive, send
+from minirl.sandbox.inside.kernel import end_with_parent
+
+# What makes a reward function of the text after a prefix; imported when it is needed.
+ADAPTERS = {
+    "openrlhf": "minirl.envs.adapters.openrlhf:reward",
+    "trl": "minirl.rewards.adapters:trl_reward",
+    "verl": "minirl.rewards.adapters:verl_reward",
+}
+PACKAGE = Path(minirl.__file__).parent
+START = "from minirl.rewards.loading import main; main()"
+
+
+def make_rewards(cfg: RewardConfig, watch: Oversight | None = None) -> Rewards:
+    """Return the sum that `reward.function` and `reward.weights` describe.
+
+    Args:
+        cfg: the section of the config.
+        watch: of the process, for reward.timeout_seconds; None: there is no time limit.
+
+    Raises:
+        UserError: A function is not found, or functions and weights do not fit.
+    """
+    names = [cfg.function] if isinstance(cfg.function, str) else cfg.function
+    names = [name for name in names if name]
+    settings = f"reward.function = {cfg.function}, reward.weights = {cfg.weights}"
+    require(names or cfg.model, f"{settings}: nothing scores; name a function, or set reward.model")
+    require(len(set(names)) == len(names), f"{settings}: a function is named twice; name it once")
+    require(
+        len(cfg.weights) in (0, len(names)),
+        f"{settings}: there are {len(cfg.weights)} weights for {len(names)} functions; "
+        "give one for each, or none",
+    )
+    require(
+        all(map(math.isfinite, cfg.weights)),
+        f"{settings}: a weight is not finite; give finite numbers",
+    )
+    functions = [find_reward(name, cfg) for name in names]
+    weights = cfg.weights or [1.0] * len(names)
+    weighted = zip(weights, functions, names, strict=True)
+    return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch)
+
+
+def find_reward(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
+    """Return the function of one name. Raises UserError if there is none, or it cannot work."""
+    kind, _, argument = name.partition(":")
+    if kind in ("http", "https"):
+        return RemoteReward(name, cfg)
+    if kind in ADAPTERS:
+        return resolve_name(ADAPTERS[kind])(argument)
+    function = find_function("reward.function", name, REWARDS)
+    prefix, parameter = foreign_prefix(function)
+    if prefix:
+        place = name.rpartition(":")[0] if prefix == "openrlhf" else name
+        raise UserError(
+            f"reward.function = {name} has a parameter {parameter!r}, as functions of {prefix} "
+            f"have, and would be called with (prompt, completion, row); name it {prefix}:{place}, "
+            "or give its parameters other names"
+        )
+    return function
+
+
+# --------------------------------------------------------------------------------------------------
+# processes for functions that use signals
+
+
+class RaisedThereError(Exception):
+    """What a function has raised in a worker.
+
+    Args:
+        is_mistake: as the function of this name says.
+    """
+
+    def __init__(self, is_mistake: bool):
+        super().__init__()
+        self.is_mistake = is_mistake
+
+
+def is_mistake(error: BaseException | None) -> bool:
+    """Return whether an error is of a reward function itself, whatever the completion was.
+
+    Args:
+        error: what it raised; None: it returned what is no number.
+    """
+    if isinstance(error, RaisedThereError):
+        return error.is_mistake
+    if error is None or type(error) in (NameError, ImportError, ModuleNotFoundError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    has_entered = any(not frame.filename.startswith(str(PACKAGE)) for frame in frames)
+    return needs_main_thread(error) or not has_entered
+
+
+class ProcessReward(AdaptedReward):
+    """A reward function that workers call.
+
+    Args:
+        name: of the function, as reward.function has it.
+        function: the function, if it is another library's.
+        num_workers: calls that can run at once.
+
+    Raises:
+        UserError: the workers do not start.
+    """
+
+    def __init__(self, name: str, function: object, num_workers: int):
+        self.name = name
+        self.function = function
+        self.together = isinstance(function, AdaptedReward) and function.together
+        pairs = [socket.socketpair() for _ in range(num_workers)]
+        descriptors = [inner.fileno() for _, inner in pairs]
+        settings = {"name": name, "sockets": descriptors}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START, json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C is not for it.
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])}
+            | {"OMP_NUM_THREADS": "1"},
+        )
+        self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for own, inner in pairs:
+            inner.close()
+            self.free.put(own)
+
+    def why_not(self, row: dict) -> str:
+        """Return why no answer to this row can be scored; empty: it can."""
+        return self.function.why_not(row) if isinstance(self.function, AdaptedReward) else ""
+
+    def score_all(self, answers: Sequence[Answer]) -> Sequence[float | None]:
+        """Return the rewards of completions; None: the function does not apply to this row.
+
+        Raises:
+            UserError: The function fails, or its process has ended.
+        """
+        worker = self.free.get()
+        try:
+            send(worker, pickle.dumps(answers))
+            reply = receive(worker)
+        except OSError:
+            reply = b""
+        self.free.put(worker)
+        if not reply:
+            raise UserError(
+                f"reward.function = {self.name} ended its process, for the completion "
+                f"{answers[0].completion[:80]!r}; let it return, or raise an error"
+            )
+        values, calls, problem, is_its_mistake = pickle.loads(reply)
+        if problem:
+            raise UserError(problem) from RaisedThereError(is_its_mistake)
+        for answer, (metrics, columns) in zip(answers, calls, strict=True):
+            answer.call.metrics.update(metrics)
+            answer.call.columns.update(columns)
+        return values
+
+
+def main() -> None:
+    """Import a function, then fork a worker for each socket. Settings are in sys.argv[1]."""
+    settings = json.loads(sys.argv[1])
+    end_with_parent()
+    function = find_reward(settings["name"], RewardConfig())
+    pids = []
+    for descriptor in settings["sockets"]:
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        end_with_parent()
+        for other in settings["sockets"]:
+            if other != descriptor:
+                os.close(other)  # Whoever has one open hides that its worker has ended.
+        trainer = socket.socket(fileno=descriptor)
+        while request := receive(trainer):
+            answers = pickle.loads(request)
+            values, problem, is_its_mistake = [], "", False
+            try:
+                values = grade(function, settings["name"], answers)
+            except UserError as error:
+                problem = str(error)
+                is_its_mistake = is_mistake(error.__cause__)
+            calls = []
+            for answer in answers:
+                columns = {name: to_plain(each) for name, each in answer.call.columns.items()}
+                calls.append((answer.call.metrics, columns))
+            send(trainer, pickle.dumps((values, calls, problem, is_its_mistake)))
+        os._exit(0)
+    for descriptor in settings["sockets"]:
+        os.close(descriptor)
+    for pid in pids:
+        os.waitpid(pid, 0)
