@@ -12,8 +12,8 @@ import random
 import sys
 from pathlib import Path
 
-from minirl.envs.base import State
-from minirl.envs.guess import Guess
+from minirl.envs import State
+from minirl.envs.games import Guess
 
 HIGH = 16
 TURNS = 4

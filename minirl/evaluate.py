@@ -27,7 +27,7 @@ from minirl.data.tokenizer import stop_token_ids
 from minirl.data.vision import sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine
-from minirl.envs.base import Agent
+from minirl.envs import Agent
 from minirl.envs.registry import make_env
 from minirl.parallel.machines import check_can_write, errors_of_all
 from minirl.parallel.mesh import Mesh

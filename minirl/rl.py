@@ -29,7 +29,7 @@ from minirl.data.order import Curriculum
 from minirl.data.vision import sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
-from minirl.envs.base import Agent
+from minirl.envs import Agent
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
 from minirl.refit.refit import Refit

@@ -31,7 +31,7 @@ from minirl.data.sources import open_source
 from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
-from minirl.envs.base import Raw, Session, State
+from minirl.envs import Raw, Session, State
 from minirl.envs.registry import make_env
 from minirl.refit.refit import Refit
 from minirl.rewards.loading import make_rewards

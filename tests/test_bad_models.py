@@ -26,7 +26,7 @@ from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import DPOTrainer
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
-from minirl.envs.base import Env, Result
+from minirl.envs import Env, Result
 from minirl.envs.registry import make_env
 from minirl.model import build, loading
 from minirl.model.scratch import make_tokenizer

@@ -19,8 +19,7 @@ import yaml
 from harness import two_at_once
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.envs import tools
-from minirl.envs.base import Env, Result, State
+from minirl.envs import Env, Result, State, tools
 from minirl.envs.registry import make_env
 from minirl.rewards.loading import make_rewards
 from programs import ROOT

@@ -23,8 +23,8 @@ from minirl.data.prompts import Prompts
 from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
+from minirl.envs import PolicyInfo, State
 from minirl.envs.adapters.openrlhf import OpenRLHF, OpenRLHFExecutor
-from minirl.envs.base import PolicyInfo, State
 from minirl.envs.registry import make_env
 from minirl.refit.refit import Refit
 from minirl.rewards.loading import make_rewards

@@ -114,7 +114,7 @@ BROAD = {
     "sandbox/inside/trial.py:_do_pass": "tests that end by any error have failed",
     "sandbox/inside/grading.py:work": "so may a grader at what a policy wrote, which earns 0",
     "envs/registry.py:make_env": "the constructor of a user's environment may raise anything",
-"rewards/scoring.py:grade": "so may a user's reward function; the user is told the input",
+    "rewards/scoring.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "endpoint/reward_server.py:_score_batch": "a forward may raise anything, and every request "
     "of its batch gets an answer of its own",

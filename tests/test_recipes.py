@@ -102,7 +102,7 @@ def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 10
 """
 TALKS = """
-from minirl.envs.base import Env, Result
+from minirl.envs import Env, Result
 
 class Talk(Env):
     def reset(self, row):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repea
 # Every third prompt has five turns of 12 tokens, the others one and a second one of 2, behind which
 # a step ends: the long ones continue over several steps.
 USER = """
-from minirl.envs.base import Env, Result
+from minirl.envs import Env, Result
 
 class Talk(Env):
     def reset(self, row):

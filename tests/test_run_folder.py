@@ -478,7 +478,11 @@ def read_evil(mesh, folder, run):
 @pytest.mark.parametrize(
     ("place", "says", "exported"),
     [
-        (".metadata", r"cannot be read: it names posix.mkdir, which no checkpoint needs", False),
+        (
+            ".metadata",
+            r"cannot be read: UnpicklingError: it names posix.mkdir, which no checkpoint needs",
+            False,
+        ),
         ("inside .metadata", r"it names posix.mkdir, which no checkpoint needs", False),
         ("elsewhere", r"it names ../../../other, outside the folder", False),
         ("settings of the optimizer", "cannot be read .*UnpicklingError.*posix.mkdir", True),
@@ -513,22 +517,6 @@ def test_metadata_that_is_none_is_one_error(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=r"\.metadata cannot be read"):
         reading.read_metadata(tmp_path)
-
-
-def enlarge(path):
-    """Let a weight have 2**60 numbers."""
-    metadata = pickle.loads(path.read_bytes())
-    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
-    metadata.state_dict_metadata[name].size = torch.Size([2**60])
-    path.write_bytes(pickle.dumps(metadata))
-
-
-def test_a_weight_larger_than_its_files_is_refused(saved, tmp_path):
-    shutil.copytree(saved[1], tmp_path / "run")
-    checkpoint = tmp_path / "run/checkpoints/step-2"
-    enlarge(checkpoint / "state/.metadata")
-    with pytest.raises(UserError, match=r"has 1152921504606846976 numbers, more than its files"):
-        reading.saved_shapes(checkpoint)
 
 
 class Attribute:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
-from minirl.checkpoint.exporting import Exporter, plan_folder, publish_adapter
+from minirl.checkpoint.exporting import (
+    Exporter,
+    FolderPlan,
+    Reader,
+    plan_folder,
+    publish_adapter,
+    write_files_of_rank,
+)
 from minirl.checkpoint.finding import (
     describe_damages,
     find_damage,
@@ -122,12 +129,22 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     _require_new(output)
     mesh.barrier()  # all ranks have looked
 
+    dtype = getattr(torch, policy.dtype)
+    shapes = saved_shapes(checkpoint)
     if not policy.lora.rank:
-        _export_whole(checkpoint, source, policy, output, mesh)
+        if build.read_config(source).tie_word_embeddings:
+            shapes.pop("lm_head.weight", None)
+        master_dtype = torch.promote_types(dtype, torch.float32)
+
+        def read(names: list[str]) -> dict[str, Tensor]:
+            whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
+            read_state(checkpoint, {"model": whole}, alone=True)
+            return whole
+
+        write_model(plan_folder(source, shapes, dtype, mesh.world_size), read, output, mesh)
     else:
-        has_score = SCORE in saved_shapes(checkpoint)
-        new = frozenset({SCORE} if has_score else ())
-        base = Base(source, policy.lora, getattr(torch, policy.dtype), "policy.lora", new)
+        new = frozenset({SCORE} & shapes.keys())
+        base = Base(source, policy.lora, dtype, "policy.lora", new)
         read_state(checkpoint, {"model": base.trained}, alone=True)
         if cfg.adapter:
             tensors = {}
@@ -136,29 +153,9 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             described = files.describe(base.model, policy.lora, source)
             publish_adapter(tensors, described, output, mesh)
         else:
-            write_merged(base, source, output, mesh)
+            write_model(base.plan(mesh), base.read, output, mesh)
     if mesh.rank == 0:
         print(output)
-
-
-def _export_whole(
-    checkpoint: Path, source: Path, policy: PolicyConfig, output: Path, mesh: Mesh
-) -> None:
-    """Write the model of a checkpoint that holds all weights."""
-    shapes = saved_shapes(checkpoint)
-    if build.read_config(source).tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
-    dtype = getattr(torch, policy.dtype)
-    master_dtype = torch.promote_types(dtype, torch.float32)
-
-    def read(names: list[str]) -> dict[str, Tensor]:
-        whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
-        read_state(checkpoint, {"model": whole}, alone=True)
-        return whole
-
-    exporter = Exporter(mesh)
-    exporter.write(plan_folder(source, shapes, dtype, mesh.world_size), output, read)
-    exporter.wait()
 
 
 def merge(cfg: MergeConfig, mesh: Mesh) -> None:
@@ -187,7 +184,7 @@ def merge(cfg: MergeConfig, mesh: Mesh) -> None:
     settings = replace(settings, targets=modules, quantization=cfg.quantization)
     base = Base(source, settings, largest[:1].dtype, "adapter", frozenset(whole))
     files.fill_trained(base.trained, folder, "adapter")
-    write_merged(base, source, output, mesh)
+    write_model(base.plan(mesh), base.read, output, mesh)
     if mesh.rank == 0:
         print(output)
 
@@ -220,6 +217,7 @@ class Base:
         Raises:
             UserError: the model cannot have these adapters.
         """
+        self.folder = folder
         self.dtype = dtype
         config = build.read_config(folder)
         self.model: CausalModel = build.make_meta_model(config, dtype, score=SCORE in new)
@@ -238,6 +236,10 @@ class Base:
             if name.endswith(LORA_B):
                 a = self.trained[name.removesuffix(LORA_B) + LORA_A]
                 self.factors[lora.weight_of(name)] = (b, a)
+
+    def plan(self, mesh: Mesh) -> FolderPlan:
+        """Return what is written where of the merged model."""
+        return plan_folder(self.folder, self.shapes, self.dtype, mesh.world_size)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Return tensors of the merged model, when `trained` has been filled."""
@@ -258,16 +260,15 @@ class Base:
         return whole
 
 
-def write_merged(base: Base, source: Path, output: Path, mesh: Mesh) -> None:
-    """Write a merged model. Collective.
+def write_model(plan: FolderPlan, read: Reader, output: Path, mesh: Mesh) -> None:
+    """Write a model's folder, which does not exist. Collective.
 
     Args:
-        base: with `trained` filled.
-        source: the base's folder.
-        output: where to; it does not exist.
+        plan: what belongs into the folder.
+        read: returns the tensors of one of this rank's files.
+        output: where to.
         mesh: the ranks, which share the files.
     """
     exporter = Exporter(mesh)
-    plan = plan_folder(source, base.shapes, base.dtype, mesh.world_size)
-    exporter.write(plan, output, base.read)
+    exporter.write(output, lambda partial: write_files_of_rank(plan, partial, mesh.rank, read))
     exporter.wait()

@@ -77,7 +77,7 @@ def plan_folder(
         source: the folder whose config and tokenizer are taken.
         shapes: the shapes of the model's tensors, by name.
         dtype: the dtype of the files' weights.
-        world_size: number of ranks, which share the files evenly by bytes.
+        world_size: number of ranks, which write the files in turn.
         max_file_gb: size of a safetensors file, in GiB.
     """
     config = build.read_config(source)
@@ -88,9 +88,9 @@ def plan_folder(
         sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
 
-    bytes_of_file = {}
-    for file, names in split.filename_to_tensors.items():
-        bytes_of_file[file] = sum(sizes[name].nbytes for name in names)
+    writers = {}
+    for number, file in enumerate(split.filename_to_tensors):
+        writers[file] = number % world_size
     index = None
     if split.is_sharded:
         file_of_weight = {}
@@ -104,20 +104,9 @@ def plan_folder(
         shapes,
         slices,
         split.filename_to_tensors,
-        spread(bytes_of_file, world_size),
+        writers,
         index,
     )
-
-
-def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Give each file to a rank: the largest first, each to the rank that has fewest bytes."""
-    totals = [0] * world_size
-    writers = {}
-    for file in sorted(sizes, key=lambda file: -sizes[file]):
-        rank = totals.index(min(totals))
-        writers[file] = rank
-        totals[rank] += sizes[file]
-    return writers
 
 
 def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
@@ -222,15 +211,15 @@ class Exporter:
         """
         self.wait()
         plan, read = copy_model(policy, weights=weights, max_file_gb=max_file_gb)
-        self.write(plan, folder, read)
+        rank = self.mesh.rank
+        self.write(folder, lambda partial: write_files_of_rank(plan, partial, rank, read))
 
-    def write(self, plan: FolderPlan, folder: Path, read: Reader) -> None:
+    def write(self, folder: Path, write: Callable[[Path], None]) -> None:
         """Begin to write a folder, after any export under way.
 
         Args:
-            plan: what belongs into the folder.
             folder: replaced if it exists.
-            read: returns the tensors of one of this rank's files; a thread calls it.
+            write: writes what falls to this rank into a folder; a thread calls it.
 
         Raises:
             UserError: this or the last folder could not be written.
@@ -244,7 +233,7 @@ class Exporter:
             partial.mkdir(parents=True)
 
         self._on_rank_0(make_folder)
-        self.pending = self.thread.submit(write_files_of_rank, plan, partial, self.mesh.rank, read)
+        self.pending = self.thread.submit(write, partial)
 
     def wait(self) -> None:
         """Wait for the export under way, and give its folder its name. Collective.
@@ -286,7 +275,7 @@ def export_adapter(policy: Policy, folder: Path) -> None:
 def publish_adapter(
     tensors: dict[str, Tensor], described: dict[str, Any], folder: Path, mesh: Mesh
 ) -> None:
-    """Write an adapter under another name, and rename it. Collective; rank 0 writes.
+    """Write an adapter. Collective; rank 0 writes.
 
     Args:
         tensors: tensors of adapter_model.safetensors, by PEFT's names.
@@ -297,16 +286,14 @@ def publish_adapter(
     Raises:
         UserError: it cannot be written.
     """
-    partial = partial_of(folder)
 
-    def write() -> None:
-        remove(partial)
-        partial.mkdir(parents=True)
-        files.write_adapter(tensors, described, partial)
-        publish_folder(folder)
+    def write(partial: Path) -> None:
+        if mesh.rank == 0:
+            files.write_adapter(tensors, described, partial)
 
-    failure = mesh.broadcast(attempt(write, 0) if mesh.rank == 0 else "", 0)
-    require_written(folder, partial, [failure])
+    exporter = Exporter(mesh)
+    exporter.write(folder, write)
+    exporter.wait()
 
 
 def copy_model(
@@ -346,33 +333,25 @@ def collect_files_of_rank(
         values: the same with the values that are written.
         mesh: the ranks.
     """
+    # Who receives which tensor in each round: the largest first, of one dtype.
+    queues: dict[torch.dtype, dict[int, list[str]]] = {}
+    for file, rank in plan.writers.items():
+        for name in plan.files[file]:
+            dtype = plan.dtype_in_file(name, shards[name].dtype)
+            queues.setdefault(dtype, {}).setdefault(rank, []).append(name)
     regions = dict(zip(shards, regions_of_ranks(list(shards.values()), mesh), strict=True))
     collected = {}
-    for names in _rounds(plan, shards, mesh.world_size):
-        wanted = {}
-        for rank, name in names.items():
-            t = values[name]
-            shard = local(t.detach()).to(mesh.device, plan.dtype_in_file(name, t.dtype))
-            wanted[rank] = ShardedTensor(t.shape, shard, regions[name])
-        whole = collect(wanted, mesh)
-        if whole is not None:
-            collected[names[mesh.rank]] = whole.to("cpu")
+    for dtype, names_of_rank in queues.items():
+        for names in names_of_rank.values():
+            names.sort(key=lambda name: -shards[name].numel())
+        for number in range(max(map(len, names_of_rank.values()))):
+            wanted = {}
+            for rank, names in names_of_rank.items():
+                if number < len(names):
+                    t = values[names[number]]
+                    shard = local(t.detach()).to(mesh.device, dtype)
+                    wanted[rank] = ShardedTensor(t.shape, shard, regions[names[number]])
+            whole = collect(wanted, mesh)
+            if whole is not None:
+                collected[names_of_rank[mesh.rank][number]] = whole.to("cpu")
     return collected
-
-
-def _rounds(plan: FolderPlan, tensors: dict[str, Tensor], world_size: int) -> list[dict[int, str]]:
-    """Return who receives which tensor in each round, by rank: the largest first, of one dtype."""
-    queues: dict[torch.dtype, dict[int, list[str]]] = {}
-    for rank in range(world_size):
-        for file in plan.files_of(rank):
-            for name in plan.files[file]:
-                dtype = plan.dtype_in_file(name, tensors[name].dtype)
-                queues.setdefault(dtype, {}).setdefault(rank, []).append(name)
-    rounds = []
-    for queue_of_rank in queues.values():
-        for names in queue_of_rank.values():
-            names.sort(key=lambda name: tensors[name].numel())
-        while queue_of_rank:
-            rounds.append({rank: names.pop() for rank, names in queue_of_rank.items()})
-            queue_of_rank = {rank: names for rank, names in queue_of_rank.items() if names}
-    return rounds

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from minirl.base.errors import UserError
+from minirl.base.reading import library_reads
 from minirl.checkpoint.finding import Unreadable
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -73,26 +75,17 @@ def read_metadata(state: Path) -> Metadata:
     """
     path = state / ".metadata"
     try:
-        with path.open("rb") as file:
+        with library_reads(str(path)), path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError("it does not say what is where")
-        for info in metadata.storage_data.values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise pickle.UnpicklingError(f"it names {info.relative_path}, outside the folder")
-    # What pickle raises for bytes that are no pickle, or of another class than they say.
-    except (
-        OSError,
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        IndexError,
-        KeyError,
-    ) as error:
-        raise Unreadable(f"{path} cannot be read: {error}") from error
+            if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+                raise pickle.UnpicklingError("it does not say what is where")
+            for info in metadata.storage_data.values():
+                if Path(info.relative_path).name != info.relative_path:
+                    raise pickle.UnpicklingError(
+                        f"it names {info.relative_path}, outside the folder"
+                    )
+    except UserError as error:
+        raise Unreadable(str(error)) from error
     return metadata
 
 
@@ -165,20 +158,11 @@ def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
     """Return the shape of every weight of a model; a tied head may be there under both names.
 
     Raises:
-        Unreadable: the metadata cannot be read, or a weight is larger than all files together.
+        Unreadable: the metadata cannot be read.
     """
-    folder = checkpoint / "state"
-    entries = read_metadata(folder).state_dict_metadata
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     start = f"{prefix}model."
     shapes = {}
-    for name, entry in entries.items():
-        if not name.startswith(start) or not isinstance(entry, TensorStorageMetadata):
-            continue
-        if entry.size.numel() > num_bytes:
-            raise Unreadable(
-                f"{folder / '.metadata'}: {name} has {entry.size.numel()} numbers, more than its "
-                "files hold"
-            )
-        shapes[name.removeprefix(start)] = entry.size
+    for name, entry in read_metadata(checkpoint / "state").state_dict_metadata.items():
+        if name.startswith(start) and isinstance(entry, TensorStorageMetadata):
+            shapes[name.removeprefix(start)] = entry.size
     return shapes

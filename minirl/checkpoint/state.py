@@ -5,7 +5,6 @@ done. Its last file lists the sizes of the others (finding.py).
 """
 
 import contextlib
-import functools
 import json
 import math
 import random
@@ -98,7 +97,20 @@ class Saver(contextlib.AbstractContextManager):
         partial = final.with_suffix(".partial")
         self.step = step
 
-        self._write_small_files(step, progress, partial, final)
+        description = {"progress": progress, "step": step, **_describe(self.policy)}
+        for name, model in self.others.items():
+            description[name] = _describe(model)
+
+        def begin() -> None:
+            remove(partial)
+            (partial / "state").mkdir(parents=True)
+            if self.cfg.save_hf:
+                (partial / MODEL).mkdir()
+            write_synced(partial / "progress.json", json.dumps(description).encode())
+
+        failure = attempt(begin, 0) if self.mesh.rank == 0 else ""
+        require_written(final, partial, self.mesh.gather(failure))
+
         state: dict = {}  # Of models and optimizers.
         with contextlib.ExitStack() as stack:
             for name, model in ({"policy": self.policy} | self.others).items():
@@ -108,14 +120,7 @@ class Saver(contextlib.AbstractContextManager):
                 state |= state_dict_of(model, _prefix(name))
                 if not has_stepped:
                     model.forget_optimizer_state()
-            write_model: Callable[[], object] = str  # Nothing.
-            if self.cfg.save_hf:
-                # Resuming does not need this folder, so its files are not in the list of sizes: it
-                # may be moved away.
-                plan, read = copy_model(self.policy)
-                write_model = functools.partial(
-                    write_files_of_rank, plan, partial / MODEL, self.mesh.rank, read
-                )
+            write_rest = self._copy_rest(partial)
             where = {
                 "storage_writer": dcp.FileSystemWriter(partial / "state"),
                 "process_group": self.group,
@@ -125,38 +130,32 @@ class Saver(contextlib.AbstractContextManager):
             }
             if self.cfg.background:
                 write = dcp.async_save(state, **where).result  # type: ignore[union-attr]
-                self.pending = self.thread.submit(self._publish, write, write_model, partial, final)
+                self.pending = self.thread.submit(self._publish, write, write_rest, partial, final)
             else:
-                self._publish(lambda: dcp.save(state, **where), write_model, partial, final)
+                self._publish(lambda: dcp.save(state, **where), write_rest, partial, final)
         for model in self.others.values():
             model.sleeper.sleep()
         return final
 
-    def _write_small_files(self, step: int, progress: dict, partial: Path, final: Path) -> None:
-        """Write a description and random states. Collective."""
+    def _copy_rest(self, partial: Path) -> Callable[[], None]:
+        """Return what writes, later, this rank's random state and files of the model as now."""
         rank = self.mesh.rank
-        description = {"progress": progress, "step": step, **_describe(self.policy)}
-        for name, model in self.others.items():
-            description[name] = _describe(model)
+        states = json.dumps(random_states()).encode()
+        plan, read = copy_model(self.policy) if self.cfg.save_hf else (None, None)
 
-        def make_folder() -> None:
-            remove(partial)
-            (partial / "state").mkdir(parents=True)
-            if self.cfg.save_hf:
-                (partial / MODEL).mkdir()
-            write_synced(partial / "progress.json", json.dumps(description).encode())
+        def write_rest() -> None:
+            write_synced(partial / f"random-{rank}.json", states)
+            # Resuming does not need this folder, so its files are not in the list of sizes: it may
+            # be moved away.
+            if plan and read:
+                write_files_of_rank(plan, partial / MODEL, rank, read)
 
-        def write_files() -> None:
-            write_synced(partial / f"random-{rank}.json", json.dumps(random_states()).encode())
-
-        failure = attempt(make_folder, rank) if rank == 0 else ""
-        require_written(final, partial, self.mesh.gather(failure))
-        require_written(final, partial, self.mesh.gather(attempt(write_files, rank)))
+        return write_rest
 
     def _publish(
         self,
         write: Callable[[], object],
-        write_model: Callable[[], object],
+        write_rest: Callable[[], None],
         partial: Path,
         final: Path,
     ) -> None:
@@ -170,7 +169,7 @@ class Saver(contextlib.AbstractContextManager):
         require_written(final, partial, failures)
 
         is_first = self.mesh.rank == 0
-        failure = attempt(write_model, self.mesh.rank)
+        failure = attempt(write_rest, self.mesh.rank)
         sizes = sizes_of_rank(partial, self.mesh.rank)
         by_rank: list[tuple[dict[str, int], str]] = [({}, "")] * self.mesh.world_size
         dist.gather_object((sizes, failure), by_rank if is_first else None, group=self.group)

@@ -170,7 +170,7 @@ class RolloutConfig:
 
 @dataclass(kw_only=True)
 class EnvConfig:
-    """The environment that the policy's answers go to (envs/base.py)."""
+    """The environment that the policy's answers go to (envs/__init__.py)."""
 
     #: A shipped environment or `file.py:Class`, with its arguments as ?key=value&... In single_turn
     #: an episode is one answer to the prompt, scored by the reward functions.

@@ -26,7 +26,7 @@ from minirl.endpoint.response import MODEL, PendingResponse, SessionState, read_
 from minirl.endpoint.tool_calls import preload
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop
-from minirl.envs.base import Session
+from minirl.envs import Session
 from minirl.rollout.conversation import Conversation, Prompt
 
 CHAT = "/v1/chat/completions"

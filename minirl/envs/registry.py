@@ -9,13 +9,13 @@ from pkgutil import resolve_name
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.values import read_options
-from minirl.envs.base import Env
+from minirl.envs import Env
 
 # Shipped environments, imported when they are asked for.
 ENVS = {
-    "single_turn": "minirl.envs.base:SingleTurn",
-    "guess": "minirl.envs.guess:Guess",
-    "countdown": "minirl.envs.countdown:Countdown",
+    "single_turn": "minirl.envs:SingleTurn",
+    "guess": "minirl.envs.games:Guess",
+    "countdown": "minirl.envs.games:Countdown",
     "tools": "minirl.envs.tools:Tools",
     "openrlhf": "minirl.envs.adapters.openrlhf:agent",
     "verifiers": "minirl.envs.adapters.verifiers:Verifiers",

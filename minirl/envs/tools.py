@@ -30,7 +30,7 @@ import numpy as np
 
 from minirl.base.errors import UserError
 from minirl.data.sources import open_source
-from minirl.envs.base import Env, Observation, Result, State
+from minirl.envs import Env, Observation, Result, State
 from minirl.sandbox import runner
 
 

@@ -25,7 +25,7 @@ from minirl.config.shared import EndpointConfig, EvaluateConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
-from minirl.envs.base import Agent
+from minirl.envs import Agent
 from minirl.envs.registry import EnvMaker
 from minirl.rewards import Answer
 from minirl.rewards.scoring import Rewards

@@ -25,7 +25,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from minirl.base.errors import UserError, require
 from minirl.data.chat import to_messages
-from minirl.envs.base import Env, Result, State
+from minirl.envs import Env, Result, State
 
 
 def begin_session(url: str) -> ClientConnection:

@@ -32,14 +32,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
-from minirl.envs.base import Env, Raw, Result, State
+from minirl.envs import Env, Raw, Result, State
 from minirl.rewards import AdaptedReward, Answer, graders
 from minirl.rewards.adapters import event_loop
 
@@ -92,21 +92,6 @@ CONTENTS: dict[str, dict[str, Any]] = {
 }
 
 
-class StandIn(ModuleType):
-    """A module that says what it has not got."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise ImportError, which names the module; AttributeError for what Python itself asks."""
-        if name.startswith("__") or f"{self.__name__}.{name}" in CONTENTS:
-            raise AttributeError(name)
-        own = [key for key in vars(self) if not key.startswith("__")]
-        has = ", ".join(own) or "nothing"
-        raise ImportError(
-            f"minirl's stand-in for {self.__name__} has no {name} (it has {has}); "
-            "install openrlhf, or do without it in this file"
-        )
-
-
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Let imports of OpenRLHF's modules find stand-ins inside the block, if it is not installed."""
@@ -114,8 +99,10 @@ def stand_ins() -> Iterator[None]:
         yield
         return
     for name, contents in CONTENTS.items():
-        module = StandIn(name)
+        module = ModuleType(name)
         vars(module).update(contents)
+        # An import of something else shows it in its error.
+        module.__file__ = "minirl's stand-in; install openrlhf, or do without it in this file"
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:
@@ -252,53 +239,13 @@ class OpenRLHF(Env):
 Executor = Any  # An object of the user's class.
 
 
-@dataclass
-class SamplingParams:
-    """What an executor may read of how the policy is sampled, by vLLM's names."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    n: int = 1
-    logprobs: int | None = 1
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """The log-prob of a sampled token."""
-
-    logprob: float
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One completion, by vLLM's names."""
-
-    token_ids: list[int]
-    text: str
-    logprobs: list[dict[int, Logprob]]
-    finish_reason: str
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What an engine returns for a prompt."""
-
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = True
-
-
 @dataclass(frozen=True)
 class GenerateCall:
     """A call of `generate` that waits for its turn."""
 
     tokens: list[int]
     max_tokens: int | None
-    reply: "Future[RequestOutput]"
+    reply: "Future[SimpleNamespace]"
 
 
 class LLMEngine:
@@ -309,15 +256,15 @@ class LLMEngine:
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any, **options: object
-    ) -> RequestOutput:
-        """Return one completion, sampled as the run says but for `max_tokens`."""
+    ) -> SimpleNamespace:
+        """Return one completion by vLLM's names, sampled as the run says but for `max_tokens`."""
         if self.episode is None or options.get("multi_modal_data"):
             raise UserError(
                 "env.name = openrlhf: llm_engine.generate was called after its episode had ended, "
                 "or with images; give it the tokens of an episode under way"
             )
         request = GenerateCall(list(prompt_token_ids), sampling_params.max_tokens, Future())
-        self.episode.ask(request)
+        self.episode.wake(request)
         return await asyncio.wrap_future(request.reply)
 
 
@@ -352,7 +299,16 @@ class OpenRLHFExecutor(Env):
         except queue.Empty:
             self.executor, self.engine = self.executor_class(), LLMEngine()
         self.engine.episode = self
-        sampling = SamplingParams(self.policy.max_tokens, self.policy.temperature)
+        # What it may read of how the policy is sampled, by vLLM's names.
+        sampling = SimpleNamespace(
+            max_tokens=self.policy.max_tokens,
+            temperature=self.policy.temperature,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            n=1,
+            logprobs=1,
+        )
         execution = self.executor.execute(
             prompt=row["rendered_prompt"],
             label=row.get("answer"),
@@ -362,7 +318,7 @@ class OpenRLHFExecutor(Env):
             llm_engine=self.engine,
         )
         self.execution = asyncio.run_coroutine_threadsafe(execution, event_loop())
-        self.execution.add_done_callback(lambda _: self._wake(None))
+        self.execution.add_done_callback(lambda _: self.wake(None))
         self.request = await self.requests.get()
         if self.request is None:
             self.execution.result()  # raises what it raised
@@ -376,17 +332,17 @@ class OpenRLHFExecutor(Env):
     async def step(self, state: State) -> Result:
         """Give the executor an answer, and return the next prompt's new tokens, or its result."""
         assert self.request and self.requests and self.execution
-        text = state.answer
-        completion = CompletionOutput(
+        logprobs = zip(state.tokens, state.logprobs, strict=True)
+        completion = SimpleNamespace(
             token_ids=state.tokens,
-            text=text,
-            logprobs=[
-                {token: Logprob(logprob)}
-                for token, logprob in zip(state.tokens, state.logprobs, strict=True)
-            ],
+            text=state.answer,
+            logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in logprobs],
             finish_reason="stop" if state.stopped else "length",
+            index=0,
         )
-        self.request.reply.set_result(RequestOutput(self.request.tokens, [completion]))
+        prompt = self.request.tokens
+        output = SimpleNamespace(prompt_token_ids=prompt, outputs=[completion], finished=True)
+        self.request.reply.set_result(output)
         before = self.tokens + state.tokens
         self.request = await self.requests.get()
         if self.request is None:
@@ -420,11 +376,8 @@ class OpenRLHFExecutor(Env):
             info={name: to_number(value) for name, value in logs.items()},
         )
 
-    def ask(self, request: GenerateCall) -> None:
-        """Let the policy answer a request, in its turn. Called in any thread."""
-        self._wake(request)
-
-    def _wake(self, request: GenerateCall | None) -> None:
+    def wake(self, request: GenerateCall | None) -> None:
+        """Let the policy answer a request, in its turn; None: it has ended. In any thread."""
         if self.loop and self.requests and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.requests.put_nowait, request)
 

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from minirl.base.errors import UserError
-from minirl.envs.base import Agent, Result, Session
+from minirl.envs import Agent, Result, Session
 
 
 class Verifiers(Agent):
