@@ -135,7 +135,10 @@ class GraderPool:
         worker = self._free.get()
         kept = None
         try:
-            worker = worker or self._fork()
+            if worker is None:
+                own, inner = socket.socketpair()
+                with inner:
+                    worker = Worker(self._order(grading.FORK, 0, [inner.fileno()]), own)
             reply = self._ask(worker, pickle.dumps(arguments))
             if "value" in reply:
                 kept = worker
@@ -156,11 +159,6 @@ class GraderPool:
         if isinstance(value, float) and math.isfinite(value):
             return value
         return StoppedGrade(str(reply.get("stopped", f"it returned {value!r}"))[:200])
-
-    def _fork(self) -> Worker:
-        own, inner = socket.socketpair()
-        with inner:
-            return Worker(self._order(grading.FORK, 0, [inner.fileno()]), own)
 
     def _order(self, kind: bytes, pid: int, descriptors: list[int]) -> int:
         """Return what the process that forks replies to an order. Raises ConnectionError."""

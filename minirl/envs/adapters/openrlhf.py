@@ -331,7 +331,7 @@ class OpenRLHFExecutor(Env):
 
     async def step(self, state: State) -> Result:
         """Give the executor an answer, and return the next prompt's new tokens, or its result."""
-        assert self.request and self.requests and self.execution
+        assert self.request and self.requests and self.execution and self.engine
         logprobs = zip(state.tokens, state.logprobs, strict=True)
         completion = SimpleNamespace(
             token_ids=state.tokens,
@@ -346,7 +346,21 @@ class OpenRLHFExecutor(Env):
         before = self.tokens + state.tokens
         self.request = await self.requests.get()
         if self.request is None:
-            return self._finish(self.execution.result())
+            returned = self.execution.result()
+            self.engine.episode = None
+            _idle(self.executor_class).put((self.executor, self.engine))
+            self.engine = None
+            logs = dict(returned.get("extra_logs") or {})
+            if returned.get("scores") is not None:
+                logs["scores"] = returned["scores"]
+            reward = returned.get("reward")
+            self.graded = reward is None  # then the run's reward functions score the last answer
+            return Result(
+                reward=0.0 if reward is None else to_number(reward),
+                done=True,
+                truncated=bool(returned.get("truncated")),
+                info={name: to_number(value) for name, value in logs.items()},
+            )
         tokens = self.request.tokens
         if tokens[: len(before)] != before or len(tokens) == len(before):
             raise UserError(
@@ -358,23 +372,6 @@ class OpenRLHFExecutor(Env):
         limit = self.request.max_tokens
         sampling = {} if limit is None else {"max_tokens": int(limit)}
         return Result(observation=tokens[len(before) :], sampling=sampling)
-
-    def _finish(self, returned: dict) -> Result:
-        assert self.engine
-        self.engine.episode = None
-        _idle(self.executor_class).put((self.executor, self.engine))
-        self.engine = None
-        logs = dict(returned.get("extra_logs") or {})
-        if returned.get("scores") is not None:
-            logs["scores"] = returned["scores"]
-        reward = returned.get("reward")
-        self.graded = reward is None  # then the run's reward functions score the last answer
-        return Result(
-            reward=0.0 if reward is None else to_number(reward),
-            done=True,
-            truncated=bool(returned.get("truncated")),
-            info={name: to_number(value) for name, value in logs.items()},
-        )
 
     def wake(self, request: GenerateCall | None) -> None:
         """Let the policy answer a request, in its turn; None: it has ended. In any thread."""

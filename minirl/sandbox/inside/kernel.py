@@ -184,13 +184,11 @@ def _only_if(argument: int, values: tuple[int, ...]) -> list[Instruction]:
     return [*instructions, DENY]
 
 
-def _argument_rules() -> dict[str, list[Instruction]]:
-    """Return what to do when a call is made that some arguments allow, by its name.
-
-    All look at 32 bits, as the kernel does.
-    """
+def filter_program(column: int, architecture: int) -> list[Instruction]:
+    """Return the filter's program. It returns at the first call that has the number asked for."""
+    # What to do when a call is made that some arguments allow. All look at 32 bits, as the kernel.
     own = os.getpid()
-    return {
+    by_argument: dict[str, list[Instruction]] = {
         "clone": _only_if(0, CLONE_OF_A_THREAD),
         # abort() signals itself.
         "kill": _only_if(0, (own,)),
@@ -231,11 +229,6 @@ def _argument_rules() -> dict[str, list[Instruction]]:
             ALLOW,
         ],
     }
-
-
-def filter_program(column: int, architecture: int) -> list[Instruction]:
-    """Return the filter's program. It returns at the first call that has the number asked for."""
-    by_argument = _argument_rules()
     program = [LOAD_ARCHITECTURE, (EQUAL, 1, 0, architecture), KILL, LOAD_NUMBER]
     answer = ""
     with open(CALLS) as file:
