@@ -59,8 +59,8 @@ class NamedCall:
 
     def __init__(self, function: Callable):
         self.function = function
-        self.names = set()
-        self.needed = []
+        self.names: set[str] = set()
+        self.needed: list[str] = []
         self.takes_all = False
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:

@@ -190,8 +190,9 @@ def watch(
         open(os.pidfd_open(process.pid), "rb", buffering=0) as ended,
         selectors.DefaultSelector() as selector,
     ):
-        for source in (ended, process.stdout, verdict):
-            selector.register(source, selectors.EVENT_READ)
+        selector.register(ended, selectors.EVENT_READ)
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(verdict, selectors.EVENT_READ)
         while selector.get_map():
             now = time.monotonic()
             if now > end:
