@@ -492,16 +492,9 @@ def test_arguments_of_a_function_of_verl(file):
     assert verl(f"{place}?format_score=0.1&score=2")(row, "#### 42") == 2.0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def f(solution_str, gold): return 0", "f needs gold, which verl does not give"),
-        ("def f(solution_str, /): return 0", "cannot be called by keyword, as verl does"),
-        ("def f(): return 0", "takes no argument by keyword"),
-    ],
-)
-def test_what_verl_does_not_give_is_refused_at_the_start(file, text, message):
-    with pytest.raises(UserError, match=message):
+def test_what_verl_does_not_give_is_refused_at_the_start(file):
+    text = "def f(solution_str, gold): return 0"
+    with pytest.raises(UserError, match="f needs gold, which verl does not give"):
         verl(f"{file(text)}:f")
 
 

@@ -19,9 +19,6 @@ alone, never by what a program returns.
 import ast
 import builtins
 import collections
-import datetime
-import decimal
-import fractions
 import functools
 import importlib
 import itertools
@@ -31,6 +28,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -40,37 +40,23 @@ PASSED = b"passed"
 MAX_ITEMS = 10_000  # Of an iterator: a generator may have no end.
 
 # Types that travel, by name: its items, which are encoded too, and how to build one from them.
-# Subclasses of bool, int, float and str are written by JSON as those are.
+# Subclasses of bool, int, float and str are written by JSON as those are, subclasses of these as
+# the first of their bases.
 KINDS: dict[str, tuple[type, Callable[[Any], Iterable], Callable[[list], object]]] = {
-    "tuple": (tuple, list, tuple),
-    "set": (set, list, set),
-    "frozenset": (frozenset, list, frozenset),
     "Counter": (collections.Counter, dict.items, lambda items: collections.Counter(dict(items))),
     "OrderedDict": (collections.OrderedDict, dict.items, collections.OrderedDict),
     "dict": (dict, dict.items, dict),
-    "deque": (collections.deque, list, collections.deque),
-    "bytes": (bytes, list, bytes),
-    "bytearray": (bytearray, list, bytearray),
     "range": (range, lambda it: [it.start, it.stop, it.step], lambda items: range(*items)),
     "complex": (complex, lambda it: [it.real, it.imag], lambda items: complex(*items)),
-    "Fraction": (
-        fractions.Fraction,
-        lambda it: [it.numerator, it.denominator],
-        lambda items: fractions.Fraction(*items),
-    ),
-    "Decimal": (decimal.Decimal, lambda it: [str(it)], lambda items: decimal.Decimal(*items)),
-    "datetime": (
-        datetime.datetime,
-        lambda it: [it.isoformat()],
-        lambda items: datetime.datetime.fromisoformat(*items),
-    ),
-    "date": (
-        datetime.date,
-        lambda it: [it.isoformat()],
-        lambda items: datetime.date.fromisoformat(*items),
-    ),
-    "iterator": (Iterator, lambda it: list(itertools.islice(it, MAX_ITEMS)), iter),
+    "Fraction": (Fraction, Fraction.as_integer_ratio, lambda items: Fraction(*items)),
+    "Decimal": (Decimal, lambda it: [str(it)], lambda items: Decimal(*items)),
+    "datetime": (datetime, lambda it: [str(it)], lambda items: datetime.fromisoformat(*items)),
+    "date": (date, lambda it: [str(it)], lambda items: date.fromisoformat(*items)),
 }
+LISTS: tuple[Any, ...] = (tuple, set, frozenset, collections.deque, bytes, bytearray)
+for kind in LISTS:
+    KINDS[kind.__name__] = (kind, list, kind)
+KINDS["iterator"] = (Iterator, lambda it: list(itertools.islice(it, MAX_ITEMS)), iter)
 
 # Modules that only compute: tests may use them in a process without the program.
 MODULES = frozenset(
