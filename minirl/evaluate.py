@@ -31,8 +31,7 @@ from minirl.envs import Agent
 from minirl.envs.registry import make_env
 from minirl.parallel.machines import check_can_write, errors_of_all
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.first_call import try_rewards
-from minirl.rewards.loading import make_rewards
+from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.run.evaluation import eval_sampling, evaluate
 from minirl.run.inputs import (

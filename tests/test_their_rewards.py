@@ -18,8 +18,8 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.engine.loop import Completion
 from minirl.envs.adapters.openrlhf import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer
-from minirl.rewards import Answer, RewardCall, first_call
-from minirl.rewards.loading import make_rewards
+from minirl.rewards import Answer, RewardCall
+from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rollout.conversation import Conversation, Prompt
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
@@ -584,7 +584,7 @@ def tried(function):
     rewards = make_rewards(RewardConfig(function=str(function)))
     row = {"prompt": "6 * 7 = ?", "answer": "42"}
     prompts = Prompts(memory_rows([row]), make_tokenizer([]), DataConfig(), seed=0)
-    first_call.try_rewards(rewards, prompts, 4, ALONE)
+    try_rewards(rewards, prompts, 4, ALONE)
     return rewards
 
 

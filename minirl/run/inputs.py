@@ -65,8 +65,7 @@ from minirl.parallel.machines import (
     ranks_of_node,
 )
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.first_call import try_rewards
-from minirl.rewards.loading import make_rewards
+from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rewards.scoring import Rewards
 from minirl.rollout import records
 from minirl.run import user_algorithms
