@@ -6,8 +6,8 @@
    completion's fault does: a function that cannot be called, uses a name or a module that is not
    there, or returns anything but a number. Another error is only shown, and the run continues: the
    function may be right to refuse a text that no policy would write.
-3. One that uses signals, as math-verify's `parse` does for its time limit, is called in processes of
-   its own from then on: Python lets only the main thread of a process handle signals, and rewards
+3. One that uses signals, as math-verify's `parse` does for its time limit, is called in other
+   processes from then on: Python lets only the main thread of a process handle signals, and rewards
    run in other threads. A process imports it once and forks workers, and each calls it in its main
    thread for one completion after the other. They end with the rank.
 """
@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import minirl
 from minirl.base.errors import UserError, require
@@ -35,6 +35,8 @@ from minirl.base.log import say
 from minirl.base.oversight import Oversight
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
+from minirl.data import chat
+from minirl.data.prompts import Prompts
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, TrainerState
@@ -44,9 +46,6 @@ from minirl.rewards.http import RemoteReward
 from minirl.rewards.scoring import Rewards, grade, needs_main_thread, to_plain
 from minirl.sandbox.inside.grading import receive, send
 from minirl.sandbox.inside.kernel import end_with_parent
-
-if TYPE_CHECKING:  # It imports much, and processes that call functions import this file.
-    from minirl.data.prompts import Prompts
 
 # What makes a reward function of the text after a prefix; imported when it is needed.
 ADAPTERS = {
@@ -120,7 +119,7 @@ def make_up_completion(row: dict) -> str:
     )
 
 
-def try_rewards(rewards: Rewards, prompts: "Prompts", num_threads: int, mesh: Mesh) -> None:
+def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Mesh) -> None:
     """Call the functions of files once, on rank 0. Collective.
 
     Args:
@@ -154,7 +153,7 @@ def try_rewards(rewards: Rewards, prompts: "Prompts", num_threads: int, mesh: Me
                 try_reward(rewards, process, name, prompts)
 
 
-def try_reward(rewards: Rewards, function: Any, name: str, prompts: "Prompts") -> bool:
+def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> bool:
     """Call a function in a thread, as a run does. Returns whether it uses signals.
 
     Raises:
@@ -163,10 +162,8 @@ def try_reward(rewards: Rewards, function: Any, name: str, prompts: "Prompts") -
     row = dict(prompts.rows[0])
     row["rendered_prompt"] = prompts.rendered(row)
     completion = make_up_completion(row)
-    tokens = prompts.tokenizer(completion, add_special_tokens=False, verbose=False)
-    call = RewardCall(
-        tokens=tokens["input_ids"], state=TrainerState(max_steps=1, num_train_epochs=1.0)
-    )
+    tokens = chat.encode(prompts.tokenizer, completion)
+    call = RewardCall(tokens=tokens, state=TrainerState(max_steps=1, num_train_epochs=1.0))
     answer = Answer(row=row, completion=completion, call=call)
     uses_signals = False
 
