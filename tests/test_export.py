@@ -19,7 +19,7 @@ from benchmarks import growth_save
 from harness import RankFailed, ranks
 from minirl.base.errors import UserError
 from minirl.checkpoint import exporting
-from minirl.checkpoint.exporting import Exporter, plan_folder, write_companions
+from minirl.checkpoint.exporting import Exporter, plan_folder, spread, write_companions
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import families
 from minirl.train.policy import Policy
@@ -253,6 +253,13 @@ def test_where_no_folder_can_be_made(tmp_path):
         ranks(2, export_to, folder, tmp_path / "file" / "out")
     assert failed.value.kind == "UserError"
     assert "file/out could not be written (rank 0: NotADirectoryError" in failed.value.text
+
+
+def test_files_are_spread_by_bytes():
+    sizes = {"a": 5, "b": 9, "c": 4, "d": 3, "e": 3}
+    assert spread(sizes, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}
+    assert spread(sizes, 8) == {"b": 0, "a": 1, "c": 2, "d": 3, "e": 4}
+    assert set(spread(sizes, 1).values()) == {0}
 
 
 def test_later_saves_send_no_plan_and_a_writer_receives_a_file_of_the_model():

@@ -77,7 +77,7 @@ def plan_folder(
         source: the folder whose config and tokenizer are taken.
         shapes: the shapes of the model's tensors, by name.
         dtype: the dtype of the files' weights.
-        world_size: number of ranks, which write the files in turn.
+        world_size: number of ranks, which share the files evenly by bytes.
         max_file_gb: size of a safetensors file, in GiB.
     """
     config = build.read_config(source)
@@ -88,9 +88,9 @@ def plan_folder(
         sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
 
-    writers = {}
-    for number, file in enumerate(split.filename_to_tensors):
-        writers[file] = number % world_size
+    bytes_of_file = {}
+    for file, names in split.filename_to_tensors.items():
+        bytes_of_file[file] = sum(sizes[name].nbytes for name in names)
     index = None
     if split.is_sharded:
         file_of_weight = {}
@@ -104,9 +104,20 @@ def plan_folder(
         shapes,
         slices,
         split.filename_to_tensors,
-        writers,
+        spread(bytes_of_file, world_size),
         index,
     )
+
+
+def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    """Give each file to a rank: the largest first, each to the rank that has fewest bytes."""
+    totals = [0] * world_size
+    writers = {}
+    for file in sorted(sizes, key=lambda file: -sizes[file]):
+        rank = totals.index(min(totals))
+        writers[file] = rank
+        totals[rank] += sizes[file]
+    return writers
 
 
 def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
