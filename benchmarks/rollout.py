@@ -51,8 +51,7 @@ from minirl.config.shared import (
 from minirl.data.prompts import Prompts
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
-from minirl.envs import Env, Result, SingleTurn, State
-from minirl.envs.registry import EnvMaker
+from minirl.envs import Env, EnvMaker, Result, SingleTurn, State
 from minirl.model import scratch
 from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh

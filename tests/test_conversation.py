@@ -24,8 +24,7 @@ from minirl.data.examples import encode_chat
 from minirl.data.tokenizer import load_tokenizer
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
-from minirl.envs import Env, Raw, Result
-from minirl.envs.registry import EnvMaker
+from minirl.envs import Env, EnvMaker, Raw, Result
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import records
 from minirl.rollout.conversation import Conversation, Segment

@@ -24,8 +24,7 @@ from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision, sampling_stops
 from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
-from minirl.envs import Agent, Env, Raw, Result
-from minirl.envs.registry import EnvMaker
+from minirl.envs import Agent, Env, EnvMaker, Raw, Result
 from minirl.refit.refit import Refit
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.pacing import spread

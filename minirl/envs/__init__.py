@@ -23,7 +23,7 @@ for each episode.
 generation.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,18 @@ class Env:
 
     async def close(self) -> None:
         """Release what the episode holds, after its end or if it was made only as a check."""
+
+
+@dataclass(frozen=True)
+class EnvMaker:
+    """Makes the environment of an episode."""
+
+    make: Callable[[], Env]
+    example: Env  # It was made to see that one can be, and is closed.
+
+    def __call__(self) -> Env:
+        """Make an environment."""
+        return self.make()
 
 
 class SingleTurn(Env):

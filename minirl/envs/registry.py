@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
 
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.values import read_options
-from minirl.envs import Env
+from minirl.envs import Env, EnvMaker
 
 # Shipped environments, imported when they are asked for.
 ENVS = {
@@ -21,18 +20,6 @@ ENVS = {
     "verifiers": "minirl.envs.adapters.verifiers:Verifiers",
     "openenv": "minirl.envs.adapters.openenv:OpenEnv",
 }
-
-
-@dataclass(frozen=True)
-class EnvMaker:
-    """Makes the environment of an episode."""
-
-    make: Callable[[], Env]
-    example: Env  # It was made to see that one can be, and is closed.
-
-    def __call__(self) -> Env:
-        """Make an environment."""
-        return self.make()
 
 
 def make_env(name: str) -> EnvMaker:

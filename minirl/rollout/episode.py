@@ -22,8 +22,7 @@ from minirl.data.chat import is_text, parts_of, to_messages, why_no_messages
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
-from minirl.envs import Agent, Env, PolicyInfo, Result, State
-from minirl.envs.registry import EnvMaker
+from minirl.envs import Agent, Env, EnvMaker, PolicyInfo, Result, State
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message

@@ -25,8 +25,7 @@ from minirl.config.shared import EndpointConfig, EvaluateConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
-from minirl.envs import Agent
-from minirl.envs.registry import EnvMaker
+from minirl.envs import Agent, EnvMaker
 from minirl.rewards import Answer
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation
