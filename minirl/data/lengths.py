@@ -93,20 +93,13 @@ class LengthBound:
         self.cfg = cfg
         # How many tokens the template adds at most, by the roles of a chat.
         self.added_to_chat: dict[tuple[str, ...], float] = {}
-        # And what surrounds a prompt that is a text, with the system prompt.
-        around = to_messages("x", cfg.system_prompt)[:-1]
-        self.added_to_text = self._added((*[message["role"] for message in around], "user"))
-        self.added_to_text += sum(self._most_tokens(message["content"]) for message in around)
 
     def exceeds(self, row: dict) -> bool:
         """Return whether a row's prompt may have more than data.max_prompt_tokens tokens."""
-        prompt = row["prompt"]
         if "template_inputs" in row:
             return True  # what a template adds for them is unknown
-        if isinstance(prompt, str):
-            return self._most_tokens(prompt) + self.added_to_text > self.cfg.max_prompt_tokens
         num_tokens = 0.0
-        messages = to_messages(prompt, self.cfg.system_prompt)
+        messages = to_messages(row["prompt"], self.cfg.system_prompt)
         for message in messages:
             content = message["content"]
             if len(message) > 2 or not isinstance(content, str):

@@ -84,9 +84,10 @@ def read_rows(
     if not has_choice:
         return marked, marked.take(np.arange(0))
 
-    # 2. The choice among all rows.
+    # 2. The choice among all rows. Of many rows the digests are most of the memory.
     table = np.frombuffer(share, np.uint8).reshape(-1, DIGEST_BYTES)
     digests = mesh.gather_array(table).view(DIGEST)[:, 0]
+    del share, table
     prompts = digests["prompt"]
     if rows.env_prompts and len(prompts) > 1 and (prompts == prompts[0]).all():
         # All have the same prompt, which then is none: rows differ by all else that they have.
@@ -95,7 +96,7 @@ def read_rows(
     if held_out is None:
         held_out = _default_held_out(digests, rows, mesh)
     is_trained, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
-    del share, table, digests, prompts  # Of many rows they are most of the memory.
+    del digests, prompts
     return replace(marked.take(is_trained), num_doubles=num_doubles), marked.take(chosen)
 
 
