@@ -6,7 +6,9 @@ the arguments' types, and their mask: with more keys than queries it lies at the
 
 import dataclasses
 import functools
+import importlib.machinery
 import itertools
+import sys
 import types
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from in_memory import SeesAhead, with_images
+from minirl.base.errors import UserError
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
 from minirl.model import attention, build, flash
@@ -292,6 +295,250 @@ def test_pairs_of_one_query_stay_out_of_the_path_for_decoding(choose, context):
         assert out.shape == (len(block.rows), 8, 16) and lse.shape == (len(block.rows), 8)
 
 
+# --------------------------------------------------------------------------------------------------
+# flash-attn
+
+
+# The signatures of these two are flash-attn 2.8's.
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+):
+    assert dropout_p == 0 and alibi_slopes is None and not return_softmax
+    assert block_table is leftpad_k is seqused_k is None and not zero_tensors
+    sums = cu_seqlens_q, cu_seqlens_k
+    window = window_size_left, window_size_right
+    check(q, k, v, *sums, max_seqlen_q, max_seqlen_k, causal, *window)
+    out, lse = formula(q, k, v, *sums, causal, softmax_scale, *window, softcap)
+    return out, lse, torch.empty(0), torch.zeros(2, dtype=torch.int64)
+
+
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    assert dropout_p == 0 and alibi_slopes is rng_state is None and not zero_tensors
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    assert softmax_lse.shape == (q.shape[1], len(q)) and softmax_lse.is_contiguous()
+    sums = cu_seqlens_q, cu_seqlens_k
+    window = window_size_left, window_size_right
+    check(q, k, v, *sums, max_seqlen_q, max_seqlen_k, causal, *window)
+    whole = dout, out, softmax_lse
+    found = formula(q, k, v, *sums, causal, softmax_scale, *window, softcap, whole)
+    for into, gradient in zip((dq, dk, dv), found, strict=True):
+        into.copy_(gradient)
+    return torch.empty(0)
+
+
+def fake_flash2(version):
+    """Modules like the package's."""
+    package = types.ModuleType("flash_attn")
+    package.__version__ = version
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
+    for module in (package, interface):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    return {module.__name__: module for module in (package, interface)}
+
+
+# The schemas are those of flash-attn 2.8.3 and of its branch main in August 2026.
+FORWARD = """fwd(
+    Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None,
+    Tensor? q_v = None, Tensor(out!)? out = None, Tensor? cu_seqlens_q = None,
+    Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None,
+    Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None,
+    Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None,
+    Tensor? rotary_cos = None, Tensor? rotary_sin = None, Tensor? seqlens_rotary = None,
+    Tensor? q_descale = None, Tensor? k_descale = None, Tensor? v_descale = None,
+    float? softmax_scale = None, bool is_causal = False, int window_size_left = -1,
+    int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0,
+    bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, int num_splits = 0,
+    bool? pack_gqa = None, int sm_margin = 0) -> (Tensor(out!), Tensor, Tensor, Tensor)"""
+BACKWARD = """bwd(
+    Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,
+    Tensor(dq!)? dq = None, Tensor(dk!)? dk = None, Tensor(dv!)? dv = None,
+    Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? seqused_q = None,
+    Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None,
+    float? softmax_scale = None, bool is_causal = False, int window_size_left = -1,
+    int window_size_right = -1, float softcap = 0.0, bool deterministic = False,
+    int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
+
+
+def flash3_forward(*args):
+    """Without the last arguments, where they are the schema's defaults."""
+    q, k, v, *unused = args[:7]
+    sums = args[7:9]
+    bounds = args[12:14]
+    assert not any(x is not None for x in (*unused, *args[9:12], *args[14:23]))
+    scale, causal, *window, chunk, softcap, _, metadata, num_splits = args[23:]
+    assert (chunk, metadata, num_splits) == (0, None, 1)
+    check(q, k, v, *sums, *bounds, causal, *window)
+    out, lse = formula(q, k, v, *sums, causal, scale, *window, softcap)
+    return out, lse, torch.empty(0), torch.empty(0)
+
+
+def flash3_backward(dout, q, k, v, out, lse, dq, dk, dv, *rest):
+    """`rest` as in BACKWARD from cu_seqlens_q on, without the last ones that are defaults."""
+    defaults = (False, -1, -1, 0.0, False, 0)
+    *sums, used_q, used_k, max_q, max_k, scale = rest[:7]
+    causal, left, right, softcap, deterministic, margin = (*rest[7:], *defaults[len(rest) - 7 :])
+    assert used_q is used_k is None and margin == 0
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
+    check(q, k, v, *sums, max_q, max_k, causal, left, right)
+    found = formula(q, k, v, *sums, causal, scale, left, right, softcap, (dout, out, lse))
+    for into, gradient in zip((dq, dk, dv), found, strict=True):
+        into.copy_(gradient)
+    return (torch.empty(0),) * 5
+
+
+@pytest.fixture(scope="module")
+def flash3_operators():
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define(FORWARD)
+    library.define(BACKWARD)
+    library.impl("fwd", flash3_forward, "CPU")
+    library.impl("bwd", flash3_backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """install(modules): as if they were installed; install({}): as if no flash-attn were."""
+
+    def put(modules):
+        for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_3"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        flash.flash2.cache_clear()
+        flash.flash3.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    flash.flash2.cache_clear()
+    flash.flash3.cache_clear()
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def fake_flash3():
+    modules = [types.ModuleType("flash_attn_3"), types.ModuleType("flash_attn_3._C")]
+    for module in modules:
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    return {module.__name__: module for module in modules}
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("which", ["long and short prompts", "single sequences"])
+def test_softcaps_by_flash_attn_2_equal_the_formula(choose, install, which, window):
+    install(fake_flash2("2.8.3.post2"))
+    batch = pack(SHARED[which], CPU, layout=RowLayout(windowed=window is not None))
+    choose(True)
+    by_flash = attend_and_back(batch, window, softcap=2.0)
+    choose(False)
+    assert_same(by_flash, attend_and_back(batch, window, softcap=2.0))
+
+
+@pytest.mark.usefixtures("flash3_operators", "hopper")
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("which", ["long and short prompts", "single sequences"])
+def test_flash_attention_3_equals_the_formula(choose, install, which, window):
+    install(fake_flash3())
+    batch = pack(SHARED[which], CPU, layout=RowLayout(windowed=window is not None))
+    choose(True)
+    by_flash = attend_and_back(batch, window)
+    choose(False)
+    assert_same(by_flash, attend_and_back(batch, window))
+
+
+@pytest.mark.usefixtures("deterministic", "flash3_operators", "hopper")
+@pytest.mark.parametrize(
+    ("modules", "softcap"), [(fake_flash2("2.8.0"), 2.0), (fake_flash3(), None)]
+)
+def test_a_wish_for_determinism_reaches_the_packages(choose, install, modules, softcap):
+    """The stand-ins compare."""
+    install(modules)
+    choose(True)
+    attend_and_back(pack(SHARED["single sequences"], CPU), softcap=softcap)
+
+
+def test_which_package_is_chosen(install, monkeypatch, flash3_operators):
+    narrow = torch.empty(1, 1, 128)
+    wide = torch.empty(1, 1, 256)
+    install({})
+    assert flash.choose(narrow, None) is flash.choose(narrow, 50.0) is None
+    install(fake_flash2("2.8.3") | fake_flash3())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert flash.choose(narrow, None) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert flash.choose(narrow, None) == flash.choose(wide, None) == 3
+    assert flash.choose(narrow, 50.0) == 2
+
+
+@pytest.mark.usefixtures("deterministic", "flash3_operators", "hopper")
+def test_flash_attention_3_is_not_asked_for_the_determinism_it_lacks(install):
+    install(fake_flash3())
+    assert flash.choose(torch.empty(1, 1, 192), None) == 3
+    assert flash.choose(torch.empty(1, 1, 256), None) is None
+
+
+def test_an_old_package_is_refused(install):
+    install(fake_flash2("2.6.3"))
+    with pytest.raises(UserError, match=r"flash-attn 2\.6\.3 is installed, .*'flash-attn>=2.8'"):
+        flash.flash2()
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "softcap", "can"),
     [
@@ -300,38 +547,35 @@ def test_pairs_of_one_query_stay_out_of_the_path_for_decoding(choose, context):
         (torch.float32, 128, None, False),
         (torch.bfloat16, 257, None, False),
         (torch.bfloat16, 36, None, False),  # not a multiple of 8
-        (torch.bfloat16, 128, 50.0, False),
+        (torch.bfloat16, 128, 50.0, False),  # without a package
     ],
 )
-def test_what_flash_attention_can(dtype, head_dim, softcap, can):
+def test_what_flash_attention_can(install, dtype, head_dim, softcap, can):
     q = types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 1, head_dim))
+    install({})
     assert attention.can_flash(q, Options(1.0, softcap=softcap)) == can
+    install(fake_flash2("2.8.3"))
+    assert attention.can_flash(q, Options(1.0, softcap=softcap)) == (can or softcap is not None)
 
 
-@pytest.mark.parametrize(
-    ("installed", "major", "deterministic", "is_used"),
-    [
-        (True, 9, False, True),
-        (False, 9, False, False),
-        (True, 10, False, False),
-        (True, 9, True, False),
-    ],
-)
-def test_torch_takes_flash_attention_3_where_it_can(
-    monkeypatch, installed, major, deterministic, is_used
-):
-    used = []
-    is_deterministic = "are_deterministic_algorithms_enabled"
-    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr(torch, is_deterministic, lambda: deterministic)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", used.append)
-    flash.use_flash3.__wrapped__()
-    assert used == ["FA3"] * is_used
+def test_kernels_of_packages_are_known_to_tensors_without_values():
+    """And to selective checkpointing, by the operator's name (model/build.py)."""
+    with torch.device("meta"):
+        q = torch.empty(7, 8, 16, dtype=torch.bfloat16)
+        k = torch.empty(9, 2, 16, dtype=torch.bfloat16)
+        sums = torch.empty(3, dtype=torch.int32)
+    rest = sums, sums, 4, 5, 0.0, True
+    options = {"version": 3, "scale": 1.0, "window_size_left": -1, "window_size_right": 0}
+    out, lse = flash.package_forward(q, k, k, *rest, **options)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == (8, 7) and lse.dtype == torch.float32
+    gradients = flash.package_backward(out, q, k, k, out, lse, *rest, **options)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.usefixtures("aten")
-def test_selective_checkpointing_keeps_the_results(choose, monkeypatch):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_selective_checkpointing_keeps_the_results(choose, install, monkeypatch, softcap):
     calls = []
     forward = formula
 
@@ -340,11 +584,14 @@ def test_selective_checkpointing_keeps_the_results(choose, monkeypatch):
         return forward(*args)
 
     monkeypatch.setitem(globals(), "formula", counted)
+    install(fake_flash2("2.8.3"))
     choose(True)
     batch = pack(SHARED["single sequences"], CPU)
     q, k = (torch.randn(1, heads, len(batch.inputs), 16, requires_grad=True) for heads in (8, 2))
     out = checkpoint(
-        lambda q, k: packed_attention(torch.nn.Identity(), q, k, k, None, pack=batch)[0].sin(),
+        lambda q, k: packed_attention(
+            torch.nn.Identity(), q, k, k, None, pack=batch, softcap=softcap
+        )[0].sin(),
         q,
         k,
         use_reentrant=False,
@@ -352,3 +599,13 @@ def test_selective_checkpointing_keeps_the_results(choose, monkeypatch):
     )
     out.sum().backward()
     assert calls == [10, 11]  # one forward, one backward
+
+
+def test_a_ring_with_a_softcap_is_not_for_ring_flash_attn(choose, monkeypatch):
+    """It takes none."""
+    choose(True)
+    monkeypatch.setattr(flash, "ring_kernel", lambda: pytest.fail("asked for its kernel"))
+    monkeypatch.setattr(attention.Attention, "apply", lambda q, *rest: q)
+    batch = pack([], CPU, layout=RowLayout(context=Context(None, 0, 2, ring=True)))
+    q = torch.randn(1, 8, len(batch.inputs), 16)
+    packed_attention(torch.nn.Identity(), q, q, q, None, pack=batch, softcap=2.0)

@@ -29,7 +29,7 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
-from minirl.model import attention, build, experts, fused
+from minirl.model import attention, build, experts, flash, fused
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.machines import arrange, join_world, make_world
 from minirl.parallel.offload import Sleeper
@@ -39,6 +39,9 @@ from minirl.types.packed import Context, Options, Trajectory
 from test_families import mixture_inputs
 from test_packing import groups
 
+needs_flash2 = pytest.mark.skipif(
+    torch.cuda.is_available() and flash.flash2() is None, reason="no flash-attn"
+)
 needs_liger = pytest.mark.skipif(
     not torch.cuda.is_available() or not fused.has_liger(), reason="no GPU or no liger-kernel"
 )
@@ -99,7 +102,9 @@ def siblings(seed=0):
     return out
 
 
-def attend_and_back(device, dtype, window=None, head_dim=64, sinks=False, images=False):
+def attend_and_back(
+    device, dtype, window=None, softcap=None, head_dim=64, sinks=False, images=False
+):
     """The output of a layer and the gradients; in float32, which no kernel of CUDA takes, by the
     formula."""
     layout = RowLayout(windowed=window is not None, vision=SeesAhead() if images else None)
@@ -109,7 +114,7 @@ def attend_and_back(device, dtype, window=None, head_dim=64, sinks=False, images
     shapes = [(1, heads, len(batch.inputs), head_dim) for heads in (8, 2, 2)]
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
     grad = torch.randn(1, len(batch.inputs), 8, head_dim, device=device).to(dtype)
-    options = {"pack": batch, "scaling": 0.125, "sliding_window": window}
+    options = {"pack": batch, "scaling": 0.125, "sliding_window": window, "softcap": softcap}
     q, k, v = leaves
     if sinks:
         options["s_aux"] = torch.randn(8, device=device).add(2).to(dtype).requires_grad_()
@@ -140,13 +145,22 @@ def test_images_whose_tokens_see_later_ones_equal_the_formula_in_float32(device,
     assert_close(attend_and_back(device, torch.bfloat16, window, images=True), exact, 0.02)
 
 
+@needs_flash2
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_deterministic_gradients_are_the_same_each_time(device, head_dim):
+@pytest.mark.parametrize("window", [None, 24])
+def test_softcaps_by_flash_attn_equal_the_formula_in_float32(device, window, head_dim):
+    exact = attend_and_back(device, torch.float32, window, 2.0, head_dim)
+    assert_close(attend_and_back(device, torch.bfloat16, window, 2.0, head_dim), exact, 0.02)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("softcap", [None, pytest.param(2.0, marks=needs_flash2)])
+def test_deterministic_gradients_are_the_same_each_time(device, softcap, head_dim):
     torch.use_deterministic_algorithms(True)
     try:
-        first = attend_and_back(device, torch.bfloat16, None, head_dim)
+        first = attend_and_back(device, torch.bfloat16, None, softcap, head_dim)
         for _ in range(5):
-            again = attend_and_back(device, torch.bfloat16, None, head_dim)
+            again = attend_and_back(device, torch.bfloat16, None, softcap, head_dim)
             assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)

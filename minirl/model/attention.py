@@ -89,7 +89,11 @@ def packed_attention(
     ring = context if context and context.ring and not window else None
     if context and not ring:
         k, v = gather_keys(k, v, context)
-    out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
+    plain = softcap is None and s_aux is None
+    if ring and plain and can_flash(q, options) and flash.ring_kernel():
+        out = flash.ring_attention(q, k, v, blocks[0], scale, ring)
+    else:
+        out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
     return out[None, ..., :num_values], None
 
 
@@ -279,7 +283,7 @@ def can_flash(q: Tensor, options: Options) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and head_dim <= 256
         and head_dim % 8 == 0
-        and options.softcap is None
+        and (options.softcap is None or flash.choose(q, options.softcap) is not None)
     )
 
 

@@ -53,6 +53,7 @@ KEPT = [
     aten.bmm.default,
     aten._grouped_mm.default,
     aten._flash_attention_forward.default,
+    torch.ops.minirl.flash_attention_forward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 # Modules that no run uses, and that are not trained: Gemma 4's tower for sound.

@@ -1,34 +1,80 @@
-"""Attention of one `Block` on CUDA: FlashAttention in half precision, and the formula elsewhere.
+"""The door to FlashAttention: attention of one `Block` over running lengths, in half precision.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691) is inside torch, and works on running lengths. On
-Hopper GPUs torch takes FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) in its place where
-that is installed, built from the folder hopper/ of its repository. Both add up the gradients of
-queries in any order, but in a fixed one under `torch.use_deterministic_algorithms(True)`.
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) is inside torch. Two packages are better in places:
+FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608; package `flash_attn_3`, built from the folder
+hopper/ of its repository) is faster on Hopper GPUs, and flash-attn 2.8 (extra `flash`) knows
+softcaps: Gemma 2. ring-flash-attn (extra `ring`), which has the zigzag layout of
+batch/attention_plan.py, goes around a ring of ranks.
+
+All add up the gradients of queries in any order, but in a fixed one under
+`torch.use_deterministic_algorithms(True)`.
 """
 
 import functools
+import importlib
 import importlib.util
+import sys
+import types
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.types.packed import Block, Options
+from minirl.base.errors import require
+from minirl.types.packed import Block, Context, Options
+
+OLDEST = (2, 8)  # The oldest flash-attn 2: its internal functions are called here.
 
 
 @functools.cache
-def use_flash3() -> None:
-    """Let torch's operators be those of FlashAttention-3, where they can be."""
-    is_installed = importlib.util.find_spec("flash_attn_interface") is not None
-    # Its backward of wide heads is not deterministic.
-    is_free = not torch.are_deterministic_algorithms_enabled()
-    if is_installed and is_free and torch.cuda.get_device_capability()[0] == 9:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
+def flash2() -> Any:
+    """Return flash-attn 2's functions, None without the package.
+
+    Raises:
+        UserError: the package is too old.
+    """
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    # FlashAttention-4 has a folder of the same name, without these.
+    if importlib.util.find_spec("flash_attn.flash_attn_interface") is None:
+        return None
+    version: str = importlib.import_module("flash_attn").__version__
+    require(
+        tuple(map(int, version.split(".")[:2])) >= OLDEST,
+        f"flash-attn {version} is installed, and minirl calls functions of 2.8: "
+        "pip install 'flash-attn>=2.8', or uninstall it",
+    )
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+@functools.cache
+def flash3() -> Any:
+    """Return FlashAttention-3's operators, None without the package."""
+    if importlib.util.find_spec("flash_attn_3") is None:
+        return None
+    importlib.import_module("flash_attn_3._C")  # It registers them.
+    return torch.ops.flash_attn_3
+
+
+def choose(q: Tensor, softcap: float | None) -> int | None:
+    """Return which FlashAttention of a package is best for such queries: 3, 2, or None.
+
+    None with a softcap: no FlashAttention can.
+    """
+    if softcap is not None:
+        return 2 if flash2() else None
+    if flash3() and torch.cuda.get_device_capability(q.device)[0] == 9:
+        # Its backward for such wide heads is not deterministic.
+        if torch.are_deterministic_algorithms_enabled() and q.shape[-1] > 192:
+            return None
+        return 3
+    return None
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attend from the queries of a block to its keys; see `attention.block_forward`."""
+    """Attend from the queries of a block to its keys; see `kernels.forward`."""
     inputs = (
         _pairs(q, block.rows),
         _pairs(k, block.key_rows),
@@ -37,10 +83,19 @@ def forward(
         block.cu_keys,
         *_longest(block),
     )
-    use_flash3()
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *inputs, 0.0, block.causal, False, **_arguments(block, options)
-    )
+    version = choose(q, options.softcap)
+    if version:
+        out, lse = package_forward(
+            *inputs,
+            options.softcap or 0.0,
+            block.causal,
+            version=version,
+            **_arguments(block, options),
+        )
+    else:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *inputs, 0.0, block.causal, False, **_arguments(block, options)
+        )
     return out, lse.t()
 
 
@@ -55,7 +110,7 @@ def backward(
     block: Block,
     options: Options,
 ) -> None:
-    """Add the gradients of one block; see `attention.block_backward`."""
+    """Add the gradients of one block; see `kernels.backward`."""
     inputs = (
         _pairs(dout, block.rows),
         _pairs(q, block.rows),
@@ -67,12 +122,22 @@ def backward(
         block.cu_keys,
         *_longest(block),
     )
-    # The random state of a dropout of 0.
-    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    unused = torch.empty(0, device=q.device)
-    block_gradients = torch.ops.aten._flash_attention_backward(
-        *inputs, 0.0, block.causal, random_state, unused, **_arguments(block, options)
-    )
+    version = choose(q, options.softcap)
+    if version:
+        block_gradients = package_backward(
+            *inputs,
+            options.softcap or 0.0,
+            block.causal,
+            version=version,
+            **_arguments(block, options),
+        )
+    else:
+        # The random state of a dropout of 0.
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        block_gradients = torch.ops.aten._flash_attention_backward(
+            *inputs, 0.0, block.causal, random_state, unused, **_arguments(block, options)
+        )
     for total, rows, gradient in zip(
         gradients, (block.rows, block.key_rows, block.key_rows), block_gradients, strict=True
     ):
@@ -105,6 +170,196 @@ def _arguments(block: Block, options: Options) -> dict[str, float]:
         "window_size_left": (options.window or 0) - 1,
         "window_size_right": 0 if block.causal else -1,
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# flash-attn's functions as operators of torch, with the arguments of torch's operator but for
+# `softcap` in the place of dropout. So checkpointing and tensors without values know them.
+
+
+@torch.library.custom_op("minirl::flash_attention_forward", mutates_args=())
+def package_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    softcap: float,
+    causal: bool,
+    *,
+    version: int,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [N, H, D], and the log-sum-exp [H, N] of the scores, float32.
+
+    Args:
+        q: queries [N, H, D], pair by pair, bfloat16 or float16.
+        k: keys [M, Hkv, D].
+        v: values [M, Hkv, D].
+        cu_queries: as in `Block`, like cu_keys.
+        cu_keys: int32 [pairs + 1].
+        max_queries: a bound of the queries of a pair.
+        max_keys: a bound of its keys.
+        softcap: c of scores c tanh(s / c); 0: none.
+        causal: the last query of a pair sees its last key, and each one before it one key less.
+        version: 2 or 3, of FlashAttention.
+        scale: factor of the scores.
+        window_size_left: keys that a query sees before its last one; -1: all.
+        window_size_right: keys that a query sees after its own; -1: all.
+    """
+    if version == 3:
+        results = flash3().fwd(
+            *(q, k, v),
+            cu_seqlens_q=cu_queries,
+            cu_seqlens_k=cu_keys,
+            max_seqlen_q=max_queries,
+            max_seqlen_k=max_keys,
+            softmax_scale=scale,
+            is_causal=causal,
+            window_size_left=window_size_left,
+            window_size_right=window_size_right,
+            softcap=softcap,
+            num_splits=1,
+        )
+    else:
+        results = flash2()._flash_attn_varlen_forward(
+            *(q, k, v),
+            *(cu_queries, cu_keys, max_queries, max_keys),
+            0.0,
+            scale,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
+        )
+    return results[0], results[1]
+
+
+@package_forward.register_fake
+def _(q: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+
+
+@torch.library.custom_op("minirl::flash_attention_backward", mutates_args=())
+def package_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    softcap: float,
+    causal: bool,
+    *,
+    version: int,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; in the same order of sums each time if torch asks for it.
+
+    The gradient `dout` of the output, the output and its log-sum-exp [H, N] may be of an attention
+    of which this is a part. The rest is as in `package_forward`.
+    """
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
+    given = dout, q, k, v, out, lse, dq, dk, dv
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if version == 3:
+        flash3().bwd(
+            *given,
+            cu_seqlens_q=cu_queries,
+            cu_seqlens_k=cu_keys,
+            max_seqlen_q=max_queries,
+            max_seqlen_k=max_keys,
+            softmax_scale=scale,
+            is_causal=causal,
+            window_size_left=window_size_left,
+            window_size_right=window_size_right,
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+        return dq, dk, dv
+    flash2()._flash_attn_varlen_backward(
+        *given,
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        0.0,
+        scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        None,
+        deterministic,
+    )
+    return dq, dk, dv
+
+
+@package_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# --------------------------------------------------------------------------------------------------
+# around a ring
+
+
+@functools.cache
+def ring_kernel() -> Any:
+    """Return its `zigzag_ring_flash_attn_varlen_func`, None without the package or flash-attn."""
+    spec = importlib.util.find_spec("ring_flash_attn")
+    if spec is None or importlib.util.find_spec("flash_attn") is None:
+        return None
+    # Its __init__ patches names of transformers that are gone, and only its adapter needs them. So
+    # an empty package stands in for it.
+    package = types.ModuleType("ring_flash_attn")
+    package.__path__ = spec.submodule_search_locations or []
+    sys.modules.setdefault("ring_flash_attn", package)
+    module = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn_varlen")
+    return module.zigzag_ring_flash_attn_varlen_func
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: Context
+) -> Tensor:
+    """Attend around a ring of ranks by `ring_kernel`; not in float32: its backward is wrong there.
+
+    Args:
+        q: queries [T, H, D].
+        k: keys [T, Hkv, D].
+        v: values [T, Hkv, D].
+        block: this rank's rows with themselves; the package takes only their lengths.
+        scale: factor of the scores.
+        context: the ring of ranks.
+
+    Returns:
+        The output [T, H, D].
+    """
+    return ring_kernel()(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        block.cu_queries,
+        block.longest[0],
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        group=context.group,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
