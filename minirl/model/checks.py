@@ -89,7 +89,8 @@ def check_supported(
             f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
             "policy.scratch.head_dim",
         )
-    for name, wanted in family.engine_values(config).items() if device else ():
+    engine_values = family.engine_values(config) if device else {}
+    for name, wanted in engine_values.items():
         value = values.get(name, wanted)  # some versions of the library have the constant, too
         require(
             value == wanted,

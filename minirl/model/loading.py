@@ -91,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     if index.exists():
         read = read_json(index, "policy.model:")
-        file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
+        file_of_weight: Any = read.get("weight_map") if isinstance(read, dict) else None
         require(
             isinstance(file_of_weight, dict),
             f"policy.model: {index} has no weight_map of names and files; write it as "

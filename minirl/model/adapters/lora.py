@@ -86,14 +86,14 @@ def attach(
     for name in target_names(model, cfg.targets, f"{setting}.targets"):
         if not any(p.requires_grad for p in model.get_submodule(name).parameters()):
             adapted.append(name)  # Else it is trained whole.
-    packed = []
+    packed: list[str] = []
     if cfg.quantization == "nf4":
         packed = target_names(model, ["all-linear"], f"{setting}.quantization")
     for module_name in dict.fromkeys([*adapted, *packed]):
         module: Any = model.get_submodule(module_name)
         module.adapters = adapters
         module.packed = {}
-        weights = ("weight",)
+        weights: tuple[str, ...] = ("weight",)
         if isinstance(module, nn.Linear):
             module.forward = partial(_forward, module)
         else:
