@@ -43,7 +43,6 @@ def world(tmp_path_factory) -> Path:
     (folder / "cache.npz").write_bytes(b"PK\x03\x04 cut")
     model = tiny.make(folder / "model")
     for name, file, values in (
-        ("heads", "config.json", {"num_key_value_heads": 0}),
         ("eos", "generation_config.json", {"eos_token_id": 1_000_000}),
         ("tokens", "config.json", {"vocab_size": 100}),
     ):
@@ -95,7 +94,6 @@ CASES = {
     "output below a file": ("rl", RL + "--output {world}/file/run", "file/run"),
     "a long output": ("rl", RL + "--output {world}/" + "x" * 300, "output = "),
     "replay of nothing": ("rl", RL + "--rollout.replay {world}", "rollout.replay = "),
-    "no heads": ("rl", RL + "--policy.model {world}/heads", "num_key_value_heads = 0"),
     "tokens beyond": ("rl", RL + "--policy.model {world}/tokens", "beyond vocab_size = 100"),
     "chats": (
         "sft",
