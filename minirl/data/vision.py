@@ -305,19 +305,23 @@ class GemmaVision(Vision):
     def expand(self, ids: list[int], urls: Sequence[str], begin: int = 0) -> Expanded:
         """Put what stands for each image in its place, and join the newlines next to it."""
         tokens, _, sources = super().expand(ids, urls)
-        for pair, both in self.joined.items():  # in place, wherever they are next to an image
-            for i in reversed(range(len(tokens) - 1)):
-                is_before = tokens[i + 2 : i + 3] == [self.place]
-                is_after = i > 0 and tokens[i - 1] == self.end
-                if (tokens[i], tokens[i + 1]) == pair and (is_before or is_after):
-                    tokens[i : i + 2] = [both]
-                    sources[i : i + 2] = [-1]
+        for pair, both in self.joined.items():
+            self.join(tokens, sources, pair, both)
         places = [i for i, token in enumerate(tokens) if token == self.place]
         spans = [
             ImageSpan(begin + place + 1, self.tokens_per_image, url)
             for place, url in zip(places, urls, strict=True)
         ]
         return Expanded(tokens, spans, sources)
+
+    def join(self, tokens: list[int], sources: list[int], pair: tuple[int, int], both: int) -> None:
+        """Put one token in the place of two, in place, wherever these are next to an image."""
+        for i in reversed(range(len(tokens) - 1)):
+            is_before = tokens[i + 2 : i + 3] == [self.place]
+            is_after = i > 0 and tokens[i - 1] == self.end
+            if (tokens[i], tokens[i + 1]) == pair and (is_before or is_after):
+                tokens[i : i + 2] = [both]
+                sources[i : i + 2] = [-1]
 
     def unexpanded(self, tokens: list[int], spans: Sequence[ImageSpan]) -> list[int]:
         """Return the tokens with one token for each image, as the engine takes them.

@@ -92,11 +92,11 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         read = read_json(index, "policy.model:")
         file_of_weight: Any = read.get("weight_map") if isinstance(read, dict) else None
-        require(
-            isinstance(file_of_weight, dict),
-            f"policy.model: {index} has no weight_map of names and files; write it as "
-            "save_pretrained does, or remove it",
-        )
+        if not isinstance(file_of_weight, dict):
+            raise UserError(
+                f"policy.model: {index} has no weight_map of names and files; write it as "
+                "save_pretrained does, or remove it"
+            )
         return sorted({folder / str(file) for file in file_of_weight.values()})
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 

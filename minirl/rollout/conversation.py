@@ -316,7 +316,7 @@ class Conversation:
             info: what logs and dumps show of it.
             version: optimizer steps of the weights, for an episode without sampled tokens.
         """
-        trajectories = []
+        trajectories: list[Trajectory] = []
         for segment in [s for s in self.segments if s.end()] or [Segment()]:
             end = segment.end()
             drawn_by = [version for version in segment.versions if version >= 0]

@@ -25,6 +25,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +93,7 @@ def to_record(t: Trajectory) -> dict:
 
 def from_record(record: dict) -> Trajectory:
     """Return the trajectory of a line. It raises the errors that `read_file` catches."""
-    arrays = {
+    arrays: dict[str, Any] = {
         "tokens": np.array(record["tokens"], np.int32),
         "sampled": np.array(record["sampled"], np.bool_),
         "logprobs": np.array(record["logprobs"], np.float32),

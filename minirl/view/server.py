@@ -90,11 +90,14 @@ def routes(runs: list[Run]) -> list[Route]:
         require(0 <= number < len(runs), f"there is no run {number}")
         return to_json(finders[name](runs[number], given))
 
+    def static(name: str, given: dict[str, str]) -> str:
+        return read(name)
+
     found: list[Route] = []
     for name in finders:
         add(f"api/{name}", "application/json", functools.partial(find, name))
     for name in (*STYLES, *SCRIPTS):
-        add(name, TYPES[Path(name).suffix], lambda given, name=name: read(name))
+        add(name, TYPES[Path(name).suffix], functools.partial(static, name))
     head = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
     scripts = "\n".join(f'<script src="{name}"></script>' for name in SCRIPTS)
     add("", "text/html", lambda given: html(head, scripts))

@@ -95,7 +95,7 @@ def attach(
         module.packed = {}
         weights: tuple[str, ...] = ("weight",)
         if isinstance(module, nn.Linear):
-            module.forward = partial(_forward, module)
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
         else:
             weights = FUSED
             require(
