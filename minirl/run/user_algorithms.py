@@ -173,14 +173,11 @@ def check_loss(cfg: AlgoConfig) -> None:
             in_loss.isfinite().all(),
             f"{where}: {name} is not finite at tokens in the loss: {in_loss}",
         )
-    require(
-        loss.requires_grad,
-        f"{where}: its loss does not depend on logprobs, so nothing would be learned; compute it "
-        "from them, without detach() and torch.no_grad()",
-    )
-    loss[batch.loss_mask].sum().backward()
+    if loss.requires_grad:
+        loss[batch.loss_mask].sum().backward()
     gradient = logprobs.grad
     require(
         gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.any()),
-        f"{where}: the gradient of its loss by logprobs is 0 or not finite: {gradient}",
+        f"{where}: the gradient of its loss by logprobs is 0 or not finite: {gradient}; compute it "
+        "from them, without detach() and torch.no_grad()",
     )
