@@ -25,7 +25,7 @@ from minirl.batch.exchange import exchange
 from minirl.checkpoint import exporting, finding
 from minirl.checkpoint import state as state_module
 from minirl.checkpoint.commands import choose, export_checkpoint
-from minirl.checkpoint.state import Saver, find_best, load_checkpoint, restore, state_dict_of
+from minirl.checkpoint.state import Saver, load_checkpoint, read_best, restore, state_dict_of
 from minirl.config.parse import save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -257,7 +257,7 @@ def test_the_newest_and_the_best_stay(tmp_path, background):
         [2, 5, 6],
         [6, 7],
     ]  # an equal score later is no better
-    assert best == find_best(tmp_path / "run") == {"step": 7, "metric": "accuracy", "value": 0.9}
+    assert best == read_best(tmp_path / "run") == {"step": 7, "metric": "accuracy", "value": 0.9}
     (tmp_path / "run" / "checkpoints" / "step-6.partial").mkdir()
     there, best = ranks(1, rotate, folder, tmp_path / "run", cfg, [0.3, 0.2, 0.9], 7)[
         0
@@ -291,7 +291,7 @@ def test_what_is_not_whole_is_not_resumed(tmp_path):
     (tmp_path / "checkpoints" / "best.json").write_text(
         '{"step": 100, "metric": "accuracy", "value": 1.0}'
     )
-    assert find_best(tmp_path) is None
+    assert read_best(tmp_path) is None
 
 
 def fail(mesh, folder, run, background, use):

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import ranks
-from minirl.checkpoint.state import find_best
+from minirl.checkpoint.state import read_best
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates, resolve_lengths
@@ -342,12 +342,12 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
     assert (resumed.folder / "model" / "model.safetensors").read_bytes() == (
         run.folder / "model" / "model.safetensors"
     ).read_bytes()
-    assert find_best(resumed.folder) == find_best(run.folder)
+    assert read_best(resumed.folder) == read_best(run.folder)
     best = max(
         (row for row in run.rows("eval") if row["step"] in (SAVED, NUM_STEPS)),
         key=lambda row: row["accuracy"],
     )  # the first of equals
-    assert find_best(run.folder) == {
+    assert read_best(run.folder) == {
         "step": best["step"],
         "metric": "accuracy",
         "value": best["accuracy"],

@@ -22,7 +22,7 @@ from in_memory import ALONE, memory_rows, read_all, split
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
-from minirl.checkpoint.state import find_best
+from minirl.checkpoint.state import read_best
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
@@ -805,7 +805,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
         and len(summary["peak_rss_mb_by_rank"]) == 2
     )
     assert (output / "curves.png").exists() and list((output / "tensorboard").iterdir())
-    assert find_best(output)["value"] == min(row["loss"] for row in rows_of(output, "eval")[1:])
+    assert read_best(output)["value"] == min(row["loss"] for row in rows_of(output, "eval")[1:])
 
     again = tmp_path / "again"
     shutil.copytree(output, again)

@@ -67,7 +67,7 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
             scored = read_best(run)
         except ValueError as error:
             raise UserError(f"--best: {error}; use --step, one of {list(steps)}") from error
-        if scored is None or scored["step"] not in steps:
+        if scored is None:
             raise UserError(
                 f"--best: no checkpoint of {run} is marked as the best, which "
                 f"checkpoint.best_metric asks for; use --step, one of {list(steps)}"

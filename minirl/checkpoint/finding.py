@@ -177,9 +177,9 @@ def drop_references(run: Path, step: int) -> None:
 
 
 def read_best(run: Path) -> dict | None:
-    """Return {"step", "metric", "value"} of best.json, of a checkpoint that may be gone.
+    """Return {"step", "metric", "value"} of the checkpoint that scored best.
 
-    None if there is no such file.
+    None if there is none, or it is gone.
 
     Raises:
         ValueError: it holds something else; the text says what.
@@ -197,16 +197,4 @@ def read_best(run: Path) -> dict | None:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    return best
-
-
-def find_best(run: Path) -> dict | None:
-    """Return {"step", "metric", "value"} of the checkpoint that scored best.
-
-    None if there is none, if it is gone, or if best.json is damaged.
-    """
-    try:
-        best = read_best(run)
-    except ValueError:
-        return None
-    return best if best and best["step"] in finished(run) else None
+    return best if best["step"] in finished(run) else None

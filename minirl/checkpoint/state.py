@@ -32,7 +32,6 @@ from minirl.base.log import say
 from minirl.checkpoint.exporting import copy_model, write_files_of_rank
 from minirl.checkpoint.finding import (
     Unreadable,
-    find_best,
     finished,
     read_best,
     sizes_of_rank,
@@ -71,13 +70,14 @@ class Saver(contextlib.AbstractContextManager):
         self.mesh = policy.mesh
         self.others: dict[str, Policy] = {}
         self.step = max(finished(run), default=None)
+        self.best: dict | None = None
         try:
-            read_best(run)
+            best = read_best(run)
+            if best and cfg.best_metric in ("", best["metric"]):
+                self.best = best
         except ValueError as error:
             if self.mesh.rank == 0:
                 say(f"{error}: no checkpoint counts as the best until the next is scored")
-        best = find_best(run)
-        self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
