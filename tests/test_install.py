@@ -218,9 +218,8 @@ def test_a_program_says_that_the_gpu_is_not_used(folder, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert lifecycle.describe_idle_gpu() == ""
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "has the CPU build" in lifecycle.describe_idle_gpu()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "launch/install.sh --cuda" in lifecycle.describe_idle_gpu()
     assert "may be too old for CUDA 13.0" in lifecycle.describe_idle_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert lifecycle.describe_idle_gpu() == ""

@@ -106,15 +106,10 @@ def describe_idle_gpu() -> str:
     has_gpu = os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
     if torch.cuda.is_available() or is_hidden or not has_gpu:
         return ""
-    if torch.version.cuda is None:
-        return (
-            "this machine has an NVIDIA GPU, and .venv has the CPU build: all ranks run on the "
-            "CPU; `bash launch/install.sh --cuda` installs the other"
-        )
     return (
         f"this machine has an NVIDIA GPU, and torch {torch.__version__} cannot use it: all ranks "
-        "run on the CPU; nvidia-smi shows the driver, which may be too old for CUDA "
-        f"{torch.version.cuda}"
+        "run on the CPU. `bash launch/install.sh --cuda` installs the build that can, in place of "
+        f"the CPU build; or the driver (nvidia-smi) may be too old for CUDA {torch.version.cuda}"
     )
 
 
