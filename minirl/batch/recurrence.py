@@ -43,19 +43,16 @@ def build_recurrence(
 
     # 2. Shared prompts, and then sequences that may continue one of them.
     num_prompts = len({q.shared for q in sequences if q.shared is not None})
-    spans = []
     if num_prompts:
-        spans.append(span_of(lengths[:num_prompts], 0, None, device))
-    rest = sequences[num_prompts:]
-    continued = np.array([num_prompts if q.shared is None else q.shared for q in rest])
-    spans.append(
-        span_of(
-            lengths[num_prompts:],
-            int(starts[num_prompts]),
-            continued if num_prompts else None,
-            device,
-        )
-    )
+        rest = sequences[num_prompts:]
+        continued = np.array([num_prompts if q.shared is None else q.shared for q in rest])
+        first = int(starts[num_prompts])
+        spans = [
+            span_of(lengths[:num_prompts], 0, None, device),
+            span_of(lengths[num_prompts:], first, continued, device),
+        ]
+    else:
+        spans = [span_of(lengths, 0, None, device)]
 
     gathered = None
     back = None

@@ -442,21 +442,17 @@ def _check_messages(value: Any) -> None:
 
 def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise EnvFailed if an environment sets sampling that it may not, or that makes no sense."""
-    if unknown := changed.keys() - {"max_tokens", "stop_token_ids"}:
-        raise EnvFailed(
-            f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set "
-            "max_tokens and stop_token_ids"
-        )
-    max_tokens = changed.get("max_tokens", 1)
-    if type(max_tokens) is not int or max_tokens < 1:
-        raise EnvFailed(
-            f"its result sets sampling max_tokens = {max_tokens!r}; give a whole number above 0"
-        )
-    stop_ids = changed.get("stop_token_ids", [])
-    what = f"its result sets sampling stop_token_ids = {str(stop_ids)[:200]}"
-    if not isinstance(stop_ids, list | tuple):
-        raise EnvFailed(f"{what}; give a list of tokens")
-    _check_tokens(what, stop_ids, tokenizer)
+    for name, value in changed.items():
+        is_number = name == "max_tokens" and type(value) is int and value > 0
+        is_list = name == "stop_token_ids" and isinstance(value, list | tuple)
+        what = f"its result sets sampling {name} = {value!r:.200}"
+        if not (is_number or is_list):
+            raise EnvFailed(
+                f"{what}; an environment may set max_tokens, a whole number above 0, and "
+                "stop_token_ids, a list of tokens"
+            )
+        if is_list:
+            _check_tokens(what, value, tokenizer)
 
 
 def _check_tokens(what: str, values: list | tuple, tokenizer: PreTrainedTokenizerBase) -> None:
