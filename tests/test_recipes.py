@@ -580,9 +580,9 @@ class Recorded(Sampler):
         self.engine = SimpleNamespace(timer=Timer(torch.device("cpu")))
         self.engine_loop = EngineLoop(self.engine, repeatable=True)
 
-    def _run_groups(self, scheduler, make_group, tickets, num_samples, goals, begun):
+    def _run_groups(self, scheduler, make_group, tickets, num_samples, goals):
         self.asked.append(tickets)
-        assert goals == [Goal(0, len(tickets))] and not begun
+        assert goals == [Goal(0, len(tickets))] and not self.begun
         return [
             Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)])
             for n in tickets

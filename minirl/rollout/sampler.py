@@ -273,7 +273,7 @@ class Sampler:
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         scheduler = GroupScheduler(self.runner)
-        groups = self._run_groups(scheduler, make_group, tickets, num_samples, goals, {})
+        groups = self._run_groups(scheduler, make_group, tickets, num_samples, goals)
         if self.mesh.agree_to_stop():
             return None  # without waiting for the rewards that are still being computed
         trajectories = list(itertools.chain.from_iterable(g.trajectories() for g in groups))
@@ -329,7 +329,7 @@ class Sampler:
                 break  # There is nothing to continue, and no extra prompt is left.
             goals.append(Goal(version, min(missing, len(self.begun) + len(tickets))))
             groups = self._run_groups(
-                self.training, make_group, tickets, cfg.samples_per_prompt, goals, self.begun
+                self.training, make_group, tickets, cfg.samples_per_prompt, goals
             )
             if cfg.ahead and self.mesh.agree_to_stop():
                 return None
@@ -446,7 +446,6 @@ class Sampler:
         tickets: Sequence[int],
         num_samples: int,
         goals: list[Goal],
-        begun: dict[int, GroupState],
     ) -> list[Group]:
         """Run groups until all ranks together have reached the goals.
 
@@ -456,7 +455,6 @@ class Sampler:
             tickets: new tickets, to be shared among the engines.
             num_samples: episodes of a group.
             goals: what is enough; the last one counts all groups.
-            begun: the unfinished groups of all ranks, by ticket.
 
         Returns:
             This rank's finished groups.
@@ -465,6 +463,8 @@ class Sampler:
             self.engine_loop.run(None)
             return []
         num_engines = self.engine.num_replicas
+        is_training = scheduler is self.training
+        begun = self.begun if is_training else {}
         if self.pulls:
             number = next(self.counter_numbers)
             tickets_here, is_enough = pull(tickets, goals, self.mesh.store, number)
@@ -479,7 +479,7 @@ class Sampler:
         share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
         # A signal ends evaluations, and steps that would have to finish groups of several steps.
-        can_stop = scheduler is not self.training or bool(self.cfg.rollout.ahead)
+        can_stop = not is_training or bool(self.cfg.rollout.ahead)
 
         def may_end(versions: list[int]) -> bool:
             return (can_stop and self.mesh.watch.requested) or is_enough(versions)
