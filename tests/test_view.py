@@ -31,8 +31,7 @@ from minirl.rollout import index, records
 from minirl.view import server
 from minirl.view.__main__ import main
 from minirl.view.run import KILLED, Run, parse_query, read_lines, to_json
-from minirl.view.table import Table
-from minirl.view.trajectories import token_texts
+from minirl.view.trajectories import Table, token_texts
 from programs import QUICKSTART, ROOT, fork
 
 SECONDS = 60_000  # Of the browser, in ms: machines are slow.

@@ -19,8 +19,7 @@ from minirl.config.parse import flatten
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.config.values import parse_yaml, to_yaml
-from minirl.view.table import Query, Table
-from minirl.view.trajectories import Reader
+from minirl.view.trajectories import Query, Table
 
 CONFIGS = (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig)
 KILLED = "killed"  # Its summary says that it runs, and nobody holds its lock.
@@ -47,7 +46,6 @@ class Run:
         )
         self.path = path
         self.table = Table(path / "rollouts")
-        self.reader = Reader(self.table)
 
     def describe(self) -> dict[str, Any]:
         """Return name, state and summary of the run."""
@@ -102,7 +100,7 @@ class Run:
         groups = self.table.select(query)
         start = query.page * query.page_size
         return {
-            "groups": [self.reader.describe(g) for g in groups[start : start + query.page_size]],
+            "groups": [self.table.describe(g) for g in groups[start : start + query.page_size]],
             "total": len(groups),
             "page": query.page,
             "histograms": self.table.histograms(groups),
@@ -113,7 +111,7 @@ class Run:
         self.table.refresh()
         rows = self.table.find(step, group)
         require(len(rows), f"step {step} has no group {group}")
-        return self.reader.group(rows)
+        return self.table.group(rows)
 
 
 def read_lines(path: Path, place: str) -> Lines:

@@ -137,7 +137,7 @@ def export(runs: list[Run], path: Path, share: float | None) -> tuple[int, int]:
         found = []
         for group in groups[np.unique(chosen)]:
             whole = run.group(group["step"].item(), group["group"].item())
-            found.append(run.reader.describe(group) | {"whole": whole})
+            found.append(run.table.describe(group) | {"whole": whole})
         num_exported += len(found)
         num_groups += len(groups)
         exported.append(

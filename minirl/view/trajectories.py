@@ -1,25 +1,173 @@
-"""Groups of trajectories as the page shows them: texts of tokens, and a number of each by kind."""
+"""The trajectories of a run as a table, which is filtered, sorted, searched and shown by groups.
 
+The table is made of those next to the dumped trajectories (rollout/index.py): 100,000 trajectories
+are about 10 MB, and no file of trajectories is read but for a search in their texts.
+"""
+
+import functools
 import json
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from minirl.rollout import index
-from minirl.view.table import GROUP, Table, prompt_text
 
+# Of each trajectory: its row in SAMPLED, the part that it is in, and its row in TRAINED if it has
+# one.
+ROW = np.dtype(
+    [
+        *[(name, index.SAMPLED[name]) for name in index.SAMPLED.names or ()],
+        ("step", "<i4"),
+        ("rank", "<i4"),
+        ("trained_rank", "<i4"),  # -1: not trained on, or not yet.
+        ("trained_start", "<i8"),
+        ("mismatch", "<f4"),
+        ("mean_mismatch", "<f4"),
+        ("entropy", "<f4"),
+        ("advantage", "<f4"),
+    ]
+)
+# Of each group: what it is filtered and sorted by. Largest values and `any` over its members.
+GROUP = np.dtype(
+    [
+        ("step", "<i4"),
+        ("group", "<i8"),
+        ("first", "<i8"),  # Its first row.
+        ("num_rows", "<i4"),
+        ("mismatch", "<f4"),
+        ("entropy", "<f4"),
+        ("staleness", "<i4"),
+        ("num_tokens", "<i4"),
+        ("reward", "<f8"),  # The mean.
+        ("cut_off", "?"),
+        ("failed", "?"),
+        ("equal", "?"),
+    ]
+)
+OF_TRAINING = ("mismatch", "mean_mismatch", "entropy", "advantage")
+NUM_BARS = 30  # Of a histogram.
 LONGEST_CHARACTER = 8  # Tokens; a character of more is shown as what it is in bytes.
 UNFINISHED = "\ufffd"  # What a decoder makes of the first bytes of a character.
 
 
-class Reader:
-    """Reads groups of a table, with the tokenizer that the run has left."""
+class Query(NamedTuple):
+    """Which groups to show."""
 
-    def __init__(self, table: Table):
-        self.table = table
-        self.tokenizer: Tokenizer | None = None
+    flags: tuple[str, ...] = ()  # Columns of GROUP: all of them must be set.
+    unequal: bool = False  # Without groups in which all rewards are equal.
+    first_step: int = 0
+    last_step: int = 2**31 - 1
+    sort: str = "step"  # A column of GROUP.
+    ascending: bool = False
+    page: int = 0
+    page_size: int = 20
+    search: str = ""  # What a prompt or an answer contains.
+
+
+class Table:
+    """The table of a folder of dumped trajectories, which grows while the run is not done."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.rows = np.zeros(0, ROW)
+        self.groups = np.zeros(0, GROUP)
+        self.tokenizer: Tokenizer | None = None  # That the run has left.
+        self.seen: dict[int, tuple] = {}  # By step: the files that were read, as they were then.
+        self.by_step: dict[int, np.ndarray] = {}  # ROW [N] by step.
+
+    def steps(self) -> list[int]:
+        """Return the steps that have trajectories."""
+        return sorted(self.by_step)
+
+    def refresh(self) -> None:
+        """Read what has changed since the last call."""
+        parts: dict[int, list[index.Part]] = {}
+        for part in index.parts(self.folder):
+            parts.setdefault(part.step, []).append(part)
+        marks = {step: tuple(map(_mark, found)) for step, found in parts.items()}
+        if marks == self.seen:
+            return
+        for step in self.seen.keys() - marks.keys():
+            del self.by_step[step]
+        for step, mark in marks.items():
+            if self.seen.get(step) != mark:
+                self.by_step[step] = _read_step(parts[step])
+        self.seen = marks
+        in_order = [self.by_step[step] for step in self.steps()]
+        self.rows = np.concatenate([np.zeros(0, ROW), *in_order])
+        self.groups = _group(self.rows)
+
+    def select(self, query: Query) -> np.ndarray:
+        """Return the groups that a query asks for, GROUP [N], those of all pages, in its order."""
+        groups = self.groups
+        keep = (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
+        if query.search and len(groups):
+            found = [self._search(query.search, step, self.seen[step]) for step in self.steps()]
+            keep &= np.logical_or.reduceat(np.concatenate(found), groups["first"])
+        for flag in query.flags:
+            keep &= groups[flag]
+        if query.unequal:
+            keep &= ~groups["equal"]
+        kept = np.flatnonzero(keep)
+        values = groups[query.sort][kept].astype(np.float64)
+        values = values if query.ascending else -values
+        # What has no value comes last; equal ones in the order of steps.
+        order = np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")
+        return groups[kept[order]]
+
+    @functools.lru_cache(maxsize=10_000)  # noqa: B019  # a table lives as long as its page
+    def _search(self, text: str, step: int, mark: tuple) -> np.ndarray:
+        """Return which rows of a step have a text in a prompt or an answer, bool [N].
+
+        All lines are read, but most are sorted out without being parsed. Case does not count (but
+        for letters beyond ASCII). What was found is kept for the files as they are by their mark.
+        """
+        as_written = json.dumps(text)[1:-1].lower().encode()
+        rows = self.by_step[step]
+        has = np.zeros(len(rows), bool)
+        for rank in np.unique(rows["rank"]):
+            block = index.part_of(self.folder, step, int(rank)).lines.read_bytes()
+            for i in np.flatnonzero(rows["rank"] == rank):
+                start = int(rows["start"][i])
+                line = block[start : start + int(rows["num_bytes"][i])]
+                if as_written not in line.lower():
+                    continue
+                info = json.loads(line)["info"]
+                texts = [prompt_text(info["prompt"]), info["completion"], info["error"]]
+                texts += info.get("row", {}).values()
+                has[i] = text.lower() in "\n".join(texts).lower()
+        return has
+
+    def find(self, step: int, group: int) -> np.ndarray:
+        """Return the rows of a group, ROW [N]; empty: there is no such group."""
+        found = (self.groups["step"] == step) & (self.groups["group"] == group)
+        if not found.any():
+            return self.rows[:0]
+        return self.members(self.groups[found][0])
+
+    def members(self, group: np.ndarray) -> np.ndarray:
+        """Return the rows of a row of `groups`."""
+        first = int(group["first"])
+        return self.rows[first : first + int(group["num_rows"])]
+
+    def histograms(self, groups: np.ndarray) -> dict[str, dict[str, list[float]]]:
+        """Return the episodes of groups, GROUP [N], counted by reward and by sampled tokens."""
+        is_kept = np.isin(self.groups["first"], groups["first"])
+        rows = self.rows[np.repeat(is_kept, self.groups["num_rows"])]
+        begins = np.flatnonzero(rows["segment"] == 0)  # of the episodes
+        if not len(begins):
+            return {}
+        lengths = np.add.reduceat(rows["num_sampled"], begins)
+        width = max(1, -(-int(np.ptp(lengths) + 1) // NUM_BARS))  # whole tokens
+        return {
+            "reward": _histogram(rows["reward"][begins], NUM_BARS),
+            "sampled tokens": _histogram(
+                lengths, np.arange(lengths.min(), lengths.max() + width + 1, width)
+            ),
+        }
 
     def group(self, rows: np.ndarray) -> dict[str, Any]:
         """Return the group of some rows of the table, ROW [N], with its trajectories."""
@@ -34,7 +182,7 @@ class Reader:
 
     def describe(self, group: np.ndarray) -> dict[str, Any]:
         """Return what the list of groups says of one: its numbers, and in a line its prompt."""
-        rows = self.table.members(group)
+        rows = self.members(group)
         info = self._record(rows[0])["info"]
         columns = [f"{name}: {value}" for name, value in info.get("row", {}).items()]
         texts = [prompt_text(info["prompt"])[-200:], *columns]
@@ -44,14 +192,14 @@ class Reader:
         return described
 
     def _record(self, row: np.ndarray) -> dict[str, Any]:
-        part = index.part_of(self.table.folder, int(row["step"]), int(row["rank"]))
+        part = index.part_of(self.folder, int(row["step"]), int(row["rank"]))
         return json.loads(index.read_line(part, row))
 
     def _trajectory(self, row: np.ndarray) -> dict[str, Any]:
         record = self._record(row)
         info = record["info"]
         texts = [f" {token}" for token in record["tokens"]]
-        path = self.table.folder / index.TOKENIZER
+        path = self.folder / index.TOKENIZER
         if self.tokenizer is None and path.is_file():
             self.tokenizer = Tokenizer.from_file(str(path))
         if self.tokenizer:
@@ -60,7 +208,7 @@ class Reader:
         # What the trainer said of the tokens, [L] each; nan: nothing.
         values = np.full((len(texts), len(index.VALUES)), np.nan, np.float32)
         if row["trained_rank"] >= 0:
-            part = index.part_of(self.table.folder, int(row["step"]), int(row["trained_rank"]))
+            part = index.part_of(self.folder, int(row["step"]), int(row["trained_rank"]))
             trained = np.zeros((), index.TRAINED)
             trained["start"] = row["trained_start"]
             trained["num_tokens"] = row["num_tokens"]
@@ -109,6 +257,110 @@ class Reader:
                 "staleness": staleness,
             },
         }
+
+
+def _histogram(values: np.ndarray, bins: int | np.ndarray) -> dict[str, list[float]]:
+    counts, edges = np.histogram(values, bins)
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
+
+
+def prompt_text(prompt: Any) -> str:
+    """Return a prompt, a text or messages, as one text."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def _mark(part: index.Part) -> tuple:
+    """Return what changes when the files of a part do."""
+    return tuple(
+        (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+        for path in (part.lines, part.table)
+    )
+
+
+def _read_step(parts: list[index.Part]) -> np.ndarray:
+    """Return the trajectories of a step, ROW [N], by group, episode and segment."""
+    all_rows = []
+    all_trained = []
+    for part in parts:
+        tables = index.read_table(part)
+        sampled = tables[0] if tables else _from_lines(part)
+        rows = np.zeros(len(sampled), ROW)
+        for name in index.SAMPLED.names or ():
+            rows[name] = sampled[name]
+        rows["step"] = part.step
+        rows["rank"] = part.rank
+        all_rows.append(rows)
+        if tables:
+            all_trained.append((part.rank, tables[1]))
+    rows = np.concatenate(all_rows)
+    order = np.lexsort((rows["segment"], rows["episode"], rows["group"]))
+    rows = rows[order]
+    # What training says of the trajectories, on whatever rank it was.
+    rows["trained_rank"] = -1
+    for name in OF_TRAINING:
+        rows[name] = np.nan
+    names = ["group", "episode", "segment"]
+    row_of = {key: i for i, key in enumerate(rows[names].tolist())}
+    for rank, trained in all_trained:
+        keys = trained[names].tolist()
+        trained = trained[[key in row_of for key in keys]]
+        places = [row_of[key] for key in keys if key in row_of]
+        rows["trained_rank"][places] = rank
+        rows["trained_start"][places] = trained["start"]
+        for name in OF_TRAINING:
+            rows[name][places] = trained[name]
+    return rows
+
+
+def _from_lines(part: index.Part) -> np.ndarray:
+    """Return SAMPLED [N] from the trajectories themselves: the step is not done, or an old run's.
+
+    Their rewards are not shaped yet.
+    """
+    lines = part.lines.read_bytes().split(b"\n")[:-1]
+    rows = []
+    for line, place in zip(lines, index.places(map(len, lines)), strict=True):
+        record = json.loads(line)
+        info = record["info"]
+        rows.append(
+            (
+                record["group"],
+                record["episode"],
+                record["segment"],
+                *place,
+                len(record["tokens"]),
+                sum(record["sampled"]),
+                record["reward"],
+                record["reward"],
+                info.get("staleness", 0),
+                info["stopped"],
+                bool(info["error"]),
+            )
+        )
+    return np.array(rows, index.SAMPLED)
+
+
+def _group(rows: np.ndarray) -> np.ndarray:
+    """Return GROUP [G] of rows that are sorted by step and group."""
+    if not len(rows):
+        return np.zeros(0, GROUP)
+    begins = (np.diff(rows["step"]) != 0) | (np.diff(rows["group"]) != 0)
+    first = np.concatenate([[0], np.flatnonzero(begins) + 1])
+    groups = np.zeros(len(first), GROUP)
+    for name in ("step", "group"):
+        groups[name] = rows[name][first]
+    groups["first"] = first
+    groups["num_rows"] = np.diff(first, append=len(rows))
+    for name in ("mismatch", "entropy", "staleness", "num_tokens"):
+        groups[name] = np.fmax.reduceat(rows[name], first)
+    groups["reward"] = np.add.reduceat(rows["reward"], first) / groups["num_rows"]
+    groups["cut_off"] = np.logical_or.reduceat(~rows["stopped"], first)
+    groups["failed"] = np.logical_or.reduceat(rows["failed"], first)
+    highest = np.maximum.reduceat(rows["shaped"], first)
+    groups["equal"] = highest == np.minimum.reduceat(rows["shaped"], first)
+    return groups
 
 
 def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
