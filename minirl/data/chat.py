@@ -123,7 +123,7 @@ def for_template(messages: Messages) -> Messages:
     return out
 
 
-def _arguments(function: dict) -> Any:
+def _arguments(function: Any) -> Any:
     """Return the arguments of a call, read if they are a JSON text."""
     return parsed(function.get("arguments")) or {}
 
