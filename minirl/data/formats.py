@@ -382,12 +382,17 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
             length -= 1
         before = chosen[:length]
     for side, whole in zip(SIDES, (chosen, rejected), strict=True):
-        pair[side] = whole[len(before) :]
+        answer = whole[len(before) :]
+        is_text = all(isinstance(message["content"], str) for message in answer)
+        last = answer[-1] if answer and is_text else {"role": ""}
         require(
-            before and _is_answer(pair[side]),
+            before
+            and last["role"] == "assistant"
+            and (last["content"].strip() or last.get("tool_calls")),
             f"the {side} side must answer the prompt that both share, and end by an assistant's "
             "turn that is not empty; its content must be a text",
         )
+        pair[side] = answer
     return pair | {"prompt": before, **template_inputs(raw, cfg)}
 
 
@@ -405,14 +410,6 @@ def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messag
         return [*before, {"role": "assistant", "content": answer}]
     whole = to_messages(answer, cfg.system_prompt)
     return whole if whole[: len(before)] == before else [*before, *answer]
-
-
-def _is_answer(messages: Messages) -> bool:
-    """Return whether messages are texts of which the last is an assistant's and not empty."""
-    if not messages or not all(isinstance(message["content"], str) for message in messages):
-        return False
-    last = messages[-1]
-    return last["role"] == "assistant" and bool(last["content"].strip() or last.get("tool_calls"))
 
 
 # Class of the settings -> what makes a row of what a source holds.
