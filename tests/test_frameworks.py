@@ -168,7 +168,7 @@ def ended(tmp_path_factory, modes):
         "engine.kv-cache-gb": 0.3,
         "engine.max-num-seqs": 18,
         "tokens-per-rank": 12000,
-        "num-steps": 2,
+        "num-steps": 1,
         "checkpoint.every": 0,
         "eval.every": 0,
     }

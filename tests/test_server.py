@@ -453,7 +453,6 @@ MALFORMED = [
             {"stop": 3},
             {"tools": "x"},
             {"n": "many"},
-            {"top_logprobs": 3},
             {"top_logprobs": 21, "logprobs": True},
             {"top_logprobs": -1, "logprobs": True},
             {"top_logprobs": 0, "echo": True},

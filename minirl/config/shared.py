@@ -208,7 +208,6 @@ class EndpointConfig:
 
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: Port = 0  # 0: a free one. Every rank with an engine has its own endpoint.
-    completions: PositiveInt = 1024  # Of a request: prompts times `n`.
     #: vLLM's parser of the tool calls that the model writes (hermes, llama3_json, mistral, glm45,
     #: qwen3_coder, ...). auto: the one that reads back what the chat template writes.
     tool_parser: str = "auto"

@@ -5,7 +5,6 @@ answers, and samples as the run says, because it is trained on those log-probs. 
 cannot do (functions of the old kind, and the like) is refused.
 """
 
-import functools
 import json
 from typing import Annotated, Any, Literal
 
@@ -15,20 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data import images
-from minirl.data.chat import for_template, images_of
+from minirl.data.chat import images_of, parts_of
 from minirl.data.tokenizer import read_template_kwargs
 from minirl.data.vision import Vision
 from minirl.endpoint.http import BadRequest
-from minirl.endpoint.tool_calls import ToolCall, ToolReader, make_reader
+from minirl.endpoint.tool_calls import ToolReader, make_reader
 from minirl.engine.grammars import Guide, json_guide
 from minirl.rollout.conversation import Conversation, to_message
 
-_MAX_STOP_STRINGS = 64  # each is looked for after each token
-_MAX_TOP_LOGPROBS = 20  # vLLM's max_logprobs.
-_UNSUPPORTED = ("echo", "suffix", "functions", "function_call")
-
-JSONObject = dict[str, Any]  # an object
-Content = str | list[dict]  # of a message: a text, or parts
+JSONObject = dict[str, Any]
 
 
 def _as_list(value: Any) -> Any:
@@ -37,7 +31,12 @@ def _as_list(value: Any) -> Any:
     return value if is_list or value is None else [value]
 
 
-class CompletionRequest(BaseModel, extra="allow"):
+Count = Annotated[int, Field(ge=0, le=20)]  # vLLM's max_logprobs.
+# Each is looked for after each token.
+StopStrings = Annotated[list[str], Field(max_length=64)]
+
+
+class CompletionRequest(BaseModel):
     """The body of a request, in OpenAI's form, as far as it counts here.
 
     Messages, tools and schemas stay as the client sent them: the chat template writes them into the
@@ -53,45 +52,25 @@ class CompletionRequest(BaseModel, extra="allow"):
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     # A completion is sampled until its text has one of these in it, and is sent up to before it.
-    stop: Annotated[
-        Annotated[list[str], Field(max_length=_MAX_STOP_STRINGS)] | None, BeforeValidator(_as_list)
-    ] = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_as_list)] = None
     stream: bool | None = None
     stream_options: JSONObject | None = None
     # Log-probs of every sampled token, those included that end the completion or do not show in its
     # text. In a stream they come with the last chunk.
-    logprobs: bool | int | None = None
+    logprobs: Count | bool | None = None
     # In a chat, how many of the likeliest tokens to show in the place of each; in a completion
     # `logprobs` is this number.
-    top_logprobs: int | None = None
+    top_logprobs: Count | None = None
     tools: list[JSONObject] | None = None
     tool_choice: Literal["auto", "none", "required"] | JSONObject | None = None
     parallel_tool_calls: bool | None = None  # False: an answer shows its first call only.
     response_format: JSONObject | None = None
     chat_template_kwargs: JSONObject | None = None  # Further variables of the chat template.
-
-    def reader(self, tokenizer: PreTrainedTokenizerBase, parser: str) -> ToolReader | None:
-        """Return the reader of the calls in the answers; None if there are no tools to call.
-
-        Args:
-            tokenizer: has the chat template.
-            parser: endpoint.tool_parser.
-
-        Raises:
-            UserError: the template shows no tools, or the request demands one that it does not
-                have.
-            KeyError, TypeError, ValueError: the request is malformed.
-        """
-        if self.tool_choice == "none":
-            return None
-        if not self.tools:
-            require(
-                self.tool_choice in (None, "auto"),
-                f"tool_choice = {self.tool_choice!r} demands a tool, and the request has none; add "
-                "`tools`",
-            )
-            return None
-        return make_reader(tokenizer, self.tools, self.tool_choice or "auto", parser)
+    # What the endpoint cannot do.
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    functions: None = None
+    function_call: None = None
 
     def num_top_logprobs(self) -> int:
         """Return how many of the likeliest tokens to show in the place of each sampled one."""
@@ -107,6 +86,27 @@ class CompletionRequest(BaseModel, extra="allow"):
         """Return whether an answer has to be JSON."""
         return bool(self.response_format) and self.response_format != {"type": "text"}
 
+    def reader(self, tokenizer: PreTrainedTokenizerBase, parser: str) -> ToolReader | None:
+        """Return the reader of the calls in the answers; None if there are no tools to call.
+
+        Args:
+            tokenizer: has the chat template.
+            parser: endpoint.tool_parser.
+
+        Raises:
+            UserError: the template shows no tools, or the request demands one that it does not
+                have.
+            KeyError, TypeError, ValueError: the request is malformed.
+        """
+        if self.tools and self.tool_choice != "none":
+            return make_reader(tokenizer, self.tools, self.tool_choice or "auto", parser)
+        require(
+            not self.demands_call(),
+            f"tool_choice = {self.tool_choice!r} demands a tool, and the request has none; add "
+            "`tools`",
+        )
+        return None
+
     def guide(self, reader: ToolReader | None) -> Guide | None:
         """Return what the answers have to be held to; None: nothing.
 
@@ -117,60 +117,60 @@ class CompletionRequest(BaseModel, extra="allow"):
             UserError: vLLM cannot hold an answer to it, or there is no such format.
             KeyError, TypeError, AttributeError: the request is malformed.
         """
-        schema = {"type": "object"}
-        if self.demands_json() and self.response_format:
-            kind = self.response_format["type"]
-            if kind == "json_schema":
-                schema = self.response_format["json_schema"]["schema"]
-            elif kind != "json_object":
-                raise UserError(
-                    f"response_format has the type {kind!r}; give text, json_object or json_schema"
-                )
         if reader:
             return reader.guide() if self.demands_call() else None
-        return json_guide(schema) if self.demands_json() else None
+        if not self.response_format or not self.demands_json():
+            return None
+        kind = self.response_format["type"]
+        require(
+            kind in ("json_schema", "json_object"),
+            f"response_format has the type {kind!r}; give text, json_object or json_schema",
+        )
+        is_any = kind == "json_object"
+        return json_guide(
+            {"type": "object"} if is_any else self.response_format["json_schema"]["schema"]
+        )
 
-    def check(self, cfg: EndpointConfig, vision: Vision | None, max_model_len: int) -> None:
-        """Refuse a request that is too large, or that asks for what the endpoint cannot do.
+    def check(self, cfg: EndpointConfig, vision: Vision | None) -> None:
+        """Refuse a request that is too large, by what can be seen without decoding an image.
 
         Args:
             cfg: the limits.
             vision: how the model reads images; None: it reads none.
-            max_model_len: tokens of a context.
 
         Raises:
             UserError: the request is refused.
             KeyError, TypeError, ValueError: the request is malformed.
         """
-        extra = self.model_extra or {}
-        for name in _UNSUPPORTED:
-            if extra.get(name) not in (None, 0, "", {"type": "text"}):
-                raise UserError(f"{name} is not supported here; leave it out")
-        require(not self.top_logprobs or self.logprobs, "top_logprobs needs logprobs true; set it")
+        num_prompts = len(self.prompt or ())
         require(
-            0 <= self.num_top_logprobs() <= _MAX_TOP_LOGPROBS,
-            f"the request asks for {self.num_top_logprobs()} tokens in the place of each; ask for "
-            f"0 to {_MAX_TOP_LOGPROBS}",
+            num_prompts <= cfg.limits.prompts,
+            f"the request has {num_prompts} prompts, more than endpoint.limits.prompts = "
+            f"{cfg.limits.prompts}; send several requests",
         )
-        if self.max_tokens is not None and self.max_tokens > max_model_len:
-            raise BadRequest(
-                f"max_tokens = {self.max_tokens} is more than engine.max_model_len = "
-                f"{max_model_len}; ask for fewer",
-                code="context_length_exceeded",
-            )
-        num_prompts = 1 if self.messages is not None else len(self.prompt or ())
-        if num_prompts > cfg.limits.prompts:
+        urls = []
+        for message in self.messages or ():
+            for part in parts_of(message):
+                if part["type"] == "image_url":
+                    urls.append(part["image_url"]["url"])
+        if not urls:
+            return
+        if vision is None:
             raise UserError(
-                f"the request has {num_prompts} prompts, more than endpoint.limits.prompts = "
-                f"{cfg.limits.prompts}; send several requests"
+                "a chat has images, and policy.model reads none; use a model of a family that does"
             )
-        if num_prompts * self.n > cfg.completions:
-            raise UserError(
-                f"the request asks for {num_prompts * self.n} completions, more than "
-                f"endpoint.completions = {cfg.completions}; send several requests"
+        require(
+            len(urls) <= vision.max_images,
+            f"the chat has {len(urls)} images, more than engine.max_images = {vision.max_images}",
+        )
+        for url in urls:
+            require(url.startswith("data:"), "an image must come as a data URL")
+            width, height = images.size(url)
+            require(
+                width * height <= cfg.image_megapixels * 1e6,
+                f"an image has {width} x {height} pixels, more than endpoint.image_megapixels = "
+                f"{cfg.image_megapixels:g}; send a smaller one",
             )
-        if self.messages is not None:
-            _check_images(self.messages, vision, cfg.image_megapixels)
 
     def render_prompts(
         self, conversation: Conversation, sampled_texts: dict[str, str]
@@ -189,24 +189,28 @@ class CompletionRequest(BaseModel, extra="allow"):
             UserError: the prompt is empty, or the template refuses it.
             KeyError, TypeError, ValueError: the request is malformed.
         """
-        if self.messages is None:
-            if not self.prompt or not all(self.prompt):
-                raise UserError("prompt is empty; give a text or token ids")
-            tokenizer = conversation.tokenizer
-            for prompt in self.prompt:
-                ids = prompt if isinstance(prompt, list) else [0]
-                if min(ids) < 0 or max(ids) >= len(tokenizer):
-                    raise UserError(f"prompt has a token outside 0 ... {len(tokenizer) - 1}")
-            return [(prompt, []) for prompt in self.prompt]
         tokenizer = conversation.tokenizer
-        messages = [_to_template(message, sampled_texts, tokenizer) for message in self.messages]
-        tools = None if self.tool_choice == "none" else self.tools
-        given: dict[str, Any] = {"tools": tools}
+        if self.messages is None:
+            require(self.prompt and all(self.prompt), "prompt is empty; give a text or token ids")
+            for prompt in self.prompt or ():
+                ids = prompt if isinstance(prompt, list) else [0]
+                require(
+                    min(ids) >= 0 and max(ids) < len(tokenizer),
+                    f"prompt has a token outside 0 ... {len(tokenizer) - 1}",
+                )
+            return [(prompt, []) for prompt in self.prompt or ()]
+        messages = []
+        for each in self.messages:
+            message = read_message(each)
+            key = completion_key(message) if message["role"] == "assistant" else ""
+            if key in sampled_texts:
+                message = to_message(tokenizer, sampled_texts[key])
+            messages.append(message)
+        given: dict[str, Any] = {"tools": None if self.tool_choice == "none" else self.tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
         if kwargs:
             given["chat_template_kwargs"] = kwargs
-        text = conversation.render(messages, **given)
-        return [(text, images_of(messages))]
+        return [(conversation.render(messages, **given), images_of(messages))]
 
 
 def parse_request(fields: Any) -> CompletionRequest:
@@ -219,90 +223,46 @@ def parse_request(fields: Any) -> CompletionRequest:
         return CompletionRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = [str(part) for part in first["loc"]]
-        name = place[0] if place else "body"
-        raise BadRequest(
-            f"malformed request: {name}: {first['msg'][:1].lower()}{first['msg'][1:]}", param=name
-        ) from error
+        name = str(first["loc"][0]) if first["loc"] else "body"
+        problem = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        raise BadRequest(f"malformed request: {name}: {problem}", param=name) from error
 
 
-def check_length(
-    prompt: str | list[int], max_model_len: int, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Refuse a text that is too long whatever its tokens are: tokenizing megabytes takes seconds.
+def read_message(message: JSONObject) -> JSONObject:
+    """Return a message as chat templates want it: arguments of calls are mappings.
 
-    Raises:
-        BadRequest: it has more characters than a context of the longest tokens.
+    Its content is a text, or the parts if images are among them. Raises what `render_prompts` does.
     """
-    longest = _longest_token(tokenizer) * max_model_len
-    if isinstance(prompt, str) and len(prompt) > longest:
-        raise BadRequest(
-            f"the prompt has {len(prompt)} characters, and the longest that engine.max_model_len = "
-            f"{max_model_len} has room for has {longest}",
-            code="context_length_exceeded",
+    role = "system" if message["role"] == "developer" else message["role"]
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        types = {part["type"] for part in content}
+        require(
+            types <= {"text", "image_url"},
+            "a content is made of parts of type text and image_url",
         )
-
-
-@functools.cache
-def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the characters of the longest token, or more."""
-    return max(map(len, tokenizer.get_vocab()))
-
-
-def _check_images(messages: list[JSONObject], vision: Vision | None, max_megapixels: float) -> None:
-    """Refuse images that the model cannot read, by their file headers. Raises UserError."""
-    urls = []
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if part["type"] == "image_url":
-                urls.append(part["image_url"]["url"])
-    if urls and vision is None:
-        raise UserError(
-            "a chat has images, and policy.model reads none; use a model of a family that does"
-        )
-    if vision is not None and len(urls) > vision.max_images:
-        raise UserError(
-            f"the chat has {len(urls)} images, more than engine.max_images = {vision.max_images}"
-        )
-    for url in urls:
-        if not url.startswith("data:"):
-            continue  # which is refused later
-        width, height = images.size(url)
-        if width * height > max_megapixels * 1e6:
-            raise UserError(
-                f"an image has {width} x {height} pixels, more than endpoint.image_megapixels = "
-                f"{max_megapixels:g}; send a smaller one"
-            )
-
-
-def _to_template(
-    message: JSONObject, sampled_texts: dict[str, str], tokenizer: PreTrainedTokenizerBase
-) -> JSONObject:
-    """Return a message as chat templates want it; one that the policy wrote as it was sampled."""
-    role = message["role"]
-    content, tool_calls = _content_and_calls(message)
-    if role == "assistant":
-        sampled_text = sampled_texts.get(completion_key(content, tool_calls))
-        if sampled_text is not None:
-            return to_message(tokenizer, sampled_text)
-    role = "system" if role == "developer" else role
-    template_message = message | {"role": role, "content": content}
-    if tool_calls:
-        calls = []
-        for name, arguments in tool_calls:
-            calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
-        template_message["tool_calls"] = calls
-    return template_message
-
-
-def _content_and_calls(message: JSONObject) -> tuple[Content, list[ToolCall]]:
-    """Return what a message says, and the calls of tools in it."""
-    tool_calls = []
-    for call in message.get("tool_calls") or ():
+        if "image_url" in types:
+            content = images.attach([{"content": content}], ())[0]["content"]
+        else:
+            content = "\n".join(part["text"] for part in content)
+    read = message | {"role": role, "content": content}
+    calls = []
+    for call in read.pop("tool_calls", None) or ():
         function = call["function"]
-        tool_calls.append((function["name"], json.loads(function["arguments"])))
-    return _to_template_content(message.get("content") or ""), tool_calls
+        named = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+        calls.append({"type": "function", "function": named})
+    if calls:
+        read["tool_calls"] = calls
+    return read
+
+
+def completion_key(message: JSONObject) -> str:
+    """Return a key of an answer, made of what a client sends back of it in later requests.
+
+    Args:
+        message: the answer, by `read_message`.
+    """
+    return json.dumps([message["content"], message.get("tool_calls")], sort_keys=True)
 
 
 def messages_since_prompt(
@@ -318,41 +278,12 @@ def messages_since_prompt(
     """
     names = {}
     since: list[JSONObject] = []
-    for message in messages:
-        is_sampled = message["role"] == "assistant" and (
-            completion_key(*_content_and_calls(message)) in sampled_texts
-        )
-        for call in message.get("tool_calls") or ():
+    for each in messages:
+        message = read_message(each)
+        for call in each.get("tool_calls") or ():
             names[call.get("id")] = call["function"]["name"]
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
+        if message.get("tool_call_id") in names:
             message = {"name": names[message["tool_call_id"]], **message}
-        if since or is_sampled:
+        if since or (message["role"] == "assistant" and completion_key(message) in sampled_texts):
             since.append(message)
-    return for_template(since)
-
-
-def _to_template_content(content: Content) -> Content:
-    """Return the text of a content, or its parts if images are among them."""
-    if isinstance(content, str):
-        return content
-    types = {part["type"] for part in content}
-    urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-    if types - {"text", "image_url"} or not all(url.startswith("data:") for url in urls):
-        raise UserError(
-            "a content is made of parts of type text and image_url, "
-            "and an image must come as a data URL"
-        )
-    if urls:
-        return images.attach([{"content": content}], ())[0]["content"]
-    return "\n".join(part["text"] for part in content)
-
-
-def completion_key(content: Content, tool_calls: list[ToolCall]) -> str:
-    """Return a key of a completion, made of what a client sends back of it in later requests."""
-    return json.dumps([content, tool_calls], sort_keys=True)
-
-
-def event(**data: Any) -> str:
-    """Return a server-sent event; it has a name if the data have a `type`."""
-    name = f"event: {data['type']}\n" if "type" in data else ""
-    return f"{name}data: {json.dumps(data)}\n\n"
+    return since

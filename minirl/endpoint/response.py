@@ -1,4 +1,7 @@
-"""A response in the making: what the engine samples for a request, as the client gets it."""
+"""A response in the making: what the engine samples for a request, as text and calls of tools.
+
+How it is written for a client is in forms.py.
+"""
 
 import asyncio
 import json
@@ -6,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from starlette.types import Receive
 from transformers import PreTrainedTokenizerBase
@@ -16,10 +20,9 @@ from minirl.endpoint.http import BadRequest, wait_for_disconnect
 from minirl.endpoint.protocol import (
     CompletionRequest,
     JSONObject,
-    check_length,
     completion_key,
-    event,
     messages_since_prompt,
+    read_message,
 )
 from minirl.endpoint.tool_calls import ToolCall, ToolReader
 from minirl.engine.engine import Sampling
@@ -33,8 +36,6 @@ from minirl.rollout.conversation import (
 )
 from minirl.rollout.episode import sample_seed
 
-MODEL = "policy"
-
 
 @dataclass(kw_only=True)
 class SessionState:
@@ -45,6 +46,7 @@ class SessionState:
     conversation: Conversation
     engine_loop: EngineLoop
     cfg: EndpointConfig
+    longest_token: int  # Characters of the longest token of the vocabulary.
     # The completions as they were sampled, by `completion_key`.
     sampled_texts: dict[str, str] = field(default_factory=dict)
     # One for each request so far.
@@ -60,29 +62,33 @@ class SessionState:
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for the log: `endpoint/NAME`."""
-        conversation = self.conversation
-        num_guided = conversation.num_guided()
-        num_tokens = num_guided + conversation.num_sampled()
+        num_guided = self.conversation.num_guided()
+        num_tokens = num_guided + self.conversation.num_sampled()
         return {
             "refused": float(len(self.refusals)),
             "unguided": float(self.num_unguided),
             "outside_loss": num_guided / max(1, num_tokens),
         }
 
+    def read_prompts(self, request: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a request as the engine would read them.
 
-def read_prompts(session: SessionState, request: CompletionRequest) -> list[Prompt]:
-    """Return the prompts of a request, which was checked, as the engine would read them.
-
-    Raises:
-        UserError: a prompt is too long, or the template refuses the chat.
-        KeyError, TypeError, ValueError: the request is malformed.
-    """
-    conversation = session.conversation
-    prompts = []
-    for text, urls in request.render_prompts(conversation, session.sampled_texts):
-        check_length(text, session.max_model_len, conversation.tokenizer)
-        prompts.append(conversation.tokenize_prompt(text, urls))
-    return prompts
+        Raises:
+            UserError: the request is refused.
+            KeyError, TypeError, ValueError: it is malformed.
+        """
+        request.check(self.cfg, self.conversation.vision)
+        prompts = []
+        longest = self.longest_token * self.max_model_len
+        for text, urls in request.render_prompts(self.conversation, self.sampled_texts):
+            if len(text) > longest:  # Whatever its tokens are; to tokenize megabytes takes seconds.
+                raise BadRequest(
+                    f"the prompt has {len(text)} characters, and engine.max_model_len = "
+                    f"{self.max_model_len} has room for {longest}",
+                    code="context_length_exceeded",
+                )
+            prompts.append(self.conversation.tokenize_prompt(text, urls))
+        return prompts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -100,14 +106,13 @@ class Choice:
         engine_request: its `done` grows while the engine samples.
         tokenizer: the model's tokenizer.
         reader: reads tool calls; None: there are no tools to call.
-        text: what was read so far, without special tokens, and without a stop string and what
-            follows it.
+        text: what the answer says so far, without special tokens, and without a stop string and
+            what follows it; at the end without the calls in it.
         num_read: number of tokens that `text` was read from.
         num_sent: number of characters that the client has.
         stop_string: the stop string that was found.
         finish_reason: at the end `stop`, `length` or `tool_calls`.
         tool_calls: at the end, the calls in the answer.
-        content: at the end, what the answer says besides them.
     """
 
     index: int
@@ -122,7 +127,6 @@ class Choice:
     stop_string: str | None = None
     finish_reason: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    content: str = ""
 
     def read_new_tokens(self, *, last: bool = False) -> None:
         """Read what the engine has sampled since the last call.
@@ -133,78 +137,40 @@ class Choice:
             return
         stop_ids = self.engine_request.sampling.stop_token_ids
         tokens = [token for token in self.engine_request.done.tokens if token not in stop_ids]
-        text = decode_after(
-            self.tokenizer,
-            tokens[: self.num_read],
-            tokens[self.num_read :],
-            skip_special_tokens=True,
-        )
+        before, new = tokens[: self.num_read], tokens[self.num_read :]
+        text = decode_after(self.tokenizer, before, new, skip_special_tokens=True)
         if text.endswith("\ufffd") and not last:
             return
         self.num_read = len(tokens)
-        self.text += text
-        end, self.stop_string = _find_first(self.request.stop or [], self.text)
-        self.text = self.text[:end]
+        self.text, self.stop_string = self._cut(self.text + text)
+
+    def _cut(self, text: str) -> tuple[str, str | None]:
+        """Return the text before the first stop string in it, and that string."""
+        stops = [stop for stop in self.request.stop or () if stop and stop in text]
+        first = min(stops, key=text.find, default=None)
+        return text if first is None else text[: text.find(first)], first
 
     def restart(self) -> None:
         """Forget what was read: the engine begins again."""
         self.text = ""
         self.num_read = 0
 
-    @property
-    def markers(self) -> list[str]:
-        """The texts that end what the client sees; the start of one is held back, too."""
-        markers = list(self.request.stop or ())
-        if self.reader:
-            markers.append(self.reader.marker)
-        return markers
-
-    @property
-    def is_held_back(self) -> bool:
-        """Whether nothing can be sent before the end.
-
-        A guided answer may begin again; in some models a call may begin with any text; others
-        think in a channel that is not shown.
-        """
-        is_guided = self.engine_request.guide is not None
-        return is_guided or "" in self.markers or speaks_harmony(self.tokenizer)
-
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
         self.read_new_tokens(last=True)
-        if speaks_harmony(self.tokenizer):
-            self.text = harmony.visible_text(self._whole_text())
-        if self.reader:
-            self.content, self.tool_calls = self.reader.read(self._whole_text())
-            if self.request.parallel_tool_calls is False:
-                self.tool_calls = self.tool_calls[:1]
-        if self.tool_calls:
-            self.finish_reason = "tool_calls"
-        elif self.engine_request.done.stopped or self.stop_string is not None:
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason = "length"
-
-    @property
-    def visible_text(self) -> str:
-        """The text that no later token changes; at the end, what stands before the tool calls."""
-        if self.finish_reason and not self.tool_calls:
-            return self.text
-        if self.is_held_back:
-            return self.content
-        markers = self.markers
-        end, marker = _find_first(markers, self.text)
-        if marker is None:
-            end = max(0, end + 1 - max(map(len, markers), default=1))
-        return self.text[:end]
-
-    def _whole_text(self) -> str:
-        """Return the text up to a stop string, with the special tokens that begin calls."""
+        done = self.completion()
         stop_ids = self.engine_request.sampling.stop_token_ids
-        tokens = [token for token in self.completion().tokens if token not in stop_ids]
-        text = decode(self.tokenizer, tokens)
-        end, _ = _find_first(self.request.stop or [], text)
-        return text[:end]
+        tokens = [token for token in done.tokens if token not in stop_ids]
+        # With the special tokens that begin calls and channels.
+        whole, _ = self._cut(decode(self.tokenizer, tokens))
+        if speaks_harmony(self.tokenizer):
+            self.text = harmony.visible_text(whole)
+        content, calls = self.reader.read(whole) if self.reader else ("", [])
+        self.finish_reason = "stop" if done.stopped or self.stop_string is not None else "length"
+        if calls:
+            self.text = content
+            self.tool_calls = calls[:1] if self.request.parallel_tool_calls is False else calls
+            self.finish_reason = "tool_calls"
 
     def completion(self) -> Completion:
         """Return the tokens to train on: those up to the stop string, if one was found."""
@@ -222,41 +188,24 @@ class Choice:
             top=done.top[:end],
         )
 
-    def next_chunk(self) -> JSONObject | None:
-        """Return what was not sent yet as an entry of OpenAI's `choices`; None if nothing is new.
+    def next_part(self) -> "Part | None":
+        """Return what was not sent yet; None if nothing is new.
 
-        Without streaming the only chunk is the whole choice.
+        An answer that may end by a stop string or call a tool waits for its end, as one that is
+        guided, which may begin again, and one with channels, of which some are not shown.
         """
-        if self.is_held_back and not self.finish_reason:
+        waits = self.request.stop or self.reader or self.engine_request.guide
+        if not self.finish_reason and (waits or speaks_harmony(self.tokenizer)):
             return None
-        visible_text = self.visible_text
-        if len(visible_text) == self.num_sent and not self.finish_reason:
+        text = self.text[self.num_sent :]
+        if not text and not self.finish_reason:
             return None
-        text = visible_text[self.num_sent :]
-        chunk: JSONObject = {"index": self.index, "finish_reason": self.finish_reason or None}
-        logprobs = self.request.logprobs  # 0 asks for them, too
-        if self.finish_reason and logprobs is not None and logprobs is not False:
-            chunk["logprobs"] = self._logprobs()
-        if self.request.messages is None:
-            chunk["text"] = text
-        else:
-            chunk["delta" if self.request.stream else "message"] = self._message(text)
-        self.num_sent = len(visible_text)
-        return chunk
-
-    def _message(self, text: str) -> JSONObject:
-        """Return a message of a chat, or the delta of one."""
-        message: JSONObject = {} if self.num_sent else {"role": "assistant"}
-        message["content"] = text
-        if not self.tool_calls:
-            return message
-        message["content"] = text or None
-        calls = enumerate(self.calls_to_send())
-        message["tool_calls"] = [{"index": number, **call} for number, call in calls]
-        return message
+        part = Part(self, text, self.finish_reason, self.num_sent == 0)
+        self.num_sent = len(self.text)
+        return part
 
     def calls_to_send(self) -> list[JSONObject]:
-        """Return the tool calls in OpenAI's form."""
+        """Return the tool calls in the form of OpenAI's chats."""
         name = "-".join(map(str, self.engine_request.name))
         calls: list[JSONObject] = []
         for number, (function, arguments) in enumerate(self.tool_calls):
@@ -265,36 +214,14 @@ class Choice:
             calls.append({"id": call_id, "type": "function", "function": said})
         return calls
 
-    def _logprobs(self) -> dict[str, list]:
-        """Return the log-probs of all sampled tokens, in the form of a chat or of a completion."""
-        completion = self.completion()
-        tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
-        tops = []
-        for likeliest in completion.top or [[] for _ in tokens]:
-            tops.append([(decode(self.tokenizer, [token]), value) for token, value in likeliest])
-        if self.request.messages is None:
-            found: dict[str, list] = {"tokens": tokens, "token_logprobs": completion.logprobs}
-            if completion.top:
-                found["top_logprobs"] = [dict(top) for top in tops]
-            return found
-        content = []
-        for token, logprob, top in zip(tokens, completion.logprobs, tops, strict=True):
-            entry = _logprob_entry(token, logprob)
-            content.append(entry | {"top_logprobs": [_logprob_entry(*each) for each in top]})
-        return {"content": content}
 
+class Part(NamedTuple):
+    """A part of a choice, for its client."""
 
-def _logprob_entry(token: str, logprob: float) -> JSONObject:
-    return {"token": token, "logprob": logprob, "bytes": None}
-
-
-def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:
-    """Return where the first of the markers in the text begins, and which it is.
-
-    Without one in it that is (its length, None).
-    """
-    places = [(text.find(marker), marker) for marker in markers if marker and marker in text]
-    return min(places, default=(len(text), None))
+    choice: Choice
+    text: str
+    finish_reason: str  # Empty: more parts follow.
+    is_first: bool = True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,6 +232,11 @@ class PendingResponse:
     """The response to one request, while the engine samples it.
 
     The conversation gets the prompts and the completions when all of these are finished.
+
+    Attributes:
+        name: a name that no other response has.
+        created: time of the request, in seconds since 1970.
+        choices: what is sampled: `n` choices for each prompt.
     """
 
     def __init__(self, session: SessionState, request: CompletionRequest, receive: Receive):
@@ -322,12 +254,14 @@ class PendingResponse:
         self.session = session
         self.request = request
         name = (*session.seed, len(session.tasks))
+        self.name = "-".join(map(str, name))
+        self.created = int(time.time())
         self.choices: list[Choice] = []
         tokenizer = session.conversation.tokenizer
-        request.check(session.cfg, session.conversation.vision, session.max_model_len)
+        prompts = session.read_prompts(request)
         reader = request.reader(tokenizer, session.cfg.tool_parser)
         guide = request.guide(reader)
-        for prompt in read_prompts(session, request):
+        for prompt in prompts:
             room = session.max_model_len - len(prompt.tokens)
             if room < 1:
                 raise BadRequest(
@@ -336,13 +270,12 @@ class PendingResponse:
                     code="context_length_exceeded",
                 )
             most = min(request.max_tokens or room, session.sampling.max_tokens, room)
-            sampling = replace(session.sampling, max_tokens=most)
             for _ in range(request.n):
                 index = len(self.choices)
                 engine_request = Request(
                     tokens=prompt.tokens,
                     images=prompt.images,
-                    sampling=sampling,
+                    sampling=replace(session.sampling, max_tokens=most),
                     seed=sample_seed(*name, index),
                     name=name,
                     guide=guide,
@@ -352,16 +285,9 @@ class PendingResponse:
                 engine_request.on_restart = choice.restart
                 self.choices.append(choice)
         session.num_unguided += guide is None and (request.demands_call() or request.demands_json())
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self.head = {
-            "id": f"chatcmpl-{'-'.join(map(str, name))}",
-            "object": kind if request.messages is not None else "text_completion",
-            "created": int(time.time()),
-            "model": MODEL,
-        }
-        self._chunks: asyncio.Queue[JSONObject | None] = asyncio.Queue()  # None: the end.
+        self._parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the end.
         self.task = asyncio.ensure_future(self._generate())
-        self.task.add_done_callback(lambda _: self._chunks.put_nowait(None))
+        self.task.add_done_callback(lambda _: self._parts.put_nowait(None))
         session.tasks.append(self.task)
         # When the client leaves, sampling stops, and the conversation gets nothing.
         self._watcher = asyncio.ensure_future(wait_for_disconnect(receive))
@@ -384,6 +310,13 @@ class PendingResponse:
             num_sampled = sum(len(choice.engine_request.done.tokens) for choice in self.choices)
             self.session.engine_loop.discarded_tokens += num_sampled - num_used
 
+    def _on_tokens(self, choice: Choice, task: asyncio.Task[Completion]) -> None:
+        choice.read_new_tokens()
+        if choice.stop_string is not None:
+            task.cancel()  # which is no failure of the task group
+        elif self.request.stream and (part := choice.next_part()):
+            self._parts.put_nowait(part)
+
     def _append(self, choice: Choice) -> int:
         """Append a choice to the conversation; return the number of its tokens."""
         choice.finish()
@@ -391,59 +324,31 @@ class PendingResponse:
         completion = choice.completion()
         segment = conversation.append_prompt(choice.prompt)
         sampled_text = segment.append_completion(completion, conversation.tokenizer)
-        key = completion_key(choice.visible_text, choice.tool_calls)
-        self.session.sampled_texts[key] = sampled_text
+        calls = choice.calls_to_send()
+        message: JSONObject = {"role": "assistant", "content": choice.text, "tool_calls": calls}
+        self.session.sampled_texts[completion_key(read_message(message))] = sampled_text
         if self.request.messages is not None:
-            message: JSONObject = {"role": "assistant", "content": choice.visible_text}
-            if choice.tool_calls:
-                message["tool_calls"] = choice.calls_to_send()
-            segment.messages = messages_since_prompt(
-                [*self.request.messages, message], self.session.sampled_texts
-            )
-        self._chunks.put_nowait(choice.next_chunk())
+            messages = [*self.request.messages, message]
+            segment.messages = messages_since_prompt(messages, self.session.sampled_texts)
+        self._parts.put_nowait(choice.next_part())
         return len(completion.tokens)
 
-    def _on_tokens(self, choice: Choice, task: asyncio.Task[Completion]) -> None:
-        choice.read_new_tokens()
-        if choice.stop_string is not None:
-            task.cancel()  # which is no failure of the task group
-        elif self.request.stream and (chunk := choice.next_chunk()):
-            self._chunks.put_nowait(chunk)
-
-    async def chunks(self) -> AsyncIterator[JSONObject]:
-        """Yield entries of OpenAI's `choices`: parts of them if the request asks for a stream.
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield the answer in parts; without `stream` in the request, each choice is one.
 
         Raises:
             BadRequest: the session was closed.
         """
-        while (chunk := await self._chunks.get()) is not None:
-            yield chunk
+        while (part := await self._parts.get()) is not None:
+            yield part
         if self.task.cancelled():
             raise BadRequest("the session was closed")
         self.task.result()
 
-    def usage(self) -> dict[str, int]:
-        """Return the numbers of tokens so far; a prompt counts once for all its choices."""
-        prompt_tokens = sum(len(c.prompt.tokens) for c in self.choices[:: self.request.n])
-        completion_tokens = sum(len(c.completion().tokens) for c in self.choices)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
+    def num_tokens(self) -> tuple[int, int]:
+        """Return how many tokens the prompts have, and the completions so far.
 
-    async def body(self) -> JSONObject:
-        """Return the whole response in OpenAI's form. Raises what `chunks` does."""
-        return {
-            **self.head,
-            "choices": [choice async for choice in self.chunks()],
-            "usage": self.usage(),
-        }
-
-    async def events(self) -> AsyncIterator[str]:
-        """Yield the response as OpenAI's server-sent events. Raises what `chunks` does."""
-        async for chunk in self.chunks():
-            yield event(**self.head, choices=[chunk], usage=None)
-        if (self.request.stream_options or {}).get("include_usage"):
-            yield event(**self.head, choices=[], usage=self.usage())
-        yield "data: [DONE]\n\n"
+        A prompt counts once for all its choices.
+        """
+        num_read = sum(len(choice.prompt.tokens) for choice in self.choices[:: self.request.n])
+        return num_read, sum(len(choice.completion().tokens) for choice in self.choices)

@@ -8,8 +8,9 @@ longer than a step.
 """
 
 import contextlib
+import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -19,28 +20,20 @@ from starlette.routing import Route
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
-from minirl.endpoint import anthropic, responses
+from minirl.endpoint.forms import COMPLETIONS, FORMS, MODEL, Form, from_anthropic
 from minirl.endpoint.http import MESSAGES, BadRequest, api_key, bind, make_server, read_json
-from minirl.endpoint.protocol import JSONObject, event, parse_request
-from minirl.endpoint.response import MODEL, PendingResponse, SessionState, read_prompts
+from minirl.endpoint.protocol import JSONObject, parse_request
+from minirl.endpoint.response import PendingResponse, SessionState
 from minirl.endpoint.tool_calls import preload
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.envs import Session
-from minirl.rollout.conversation import Conversation, Prompt
+from minirl.rollout.conversation import Conversation
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-RESPONSES = "/v1/responses"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 # vLLM's own.
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
-# The APIs other than OpenAI's chats: how a request becomes that of a chat, and the response.
-OTHERS: dict[str, tuple[Callable[[JSONObject], JSONObject], type[PendingResponse]]] = {
-    MESSAGES: (anthropic.to_chat, anthropic.AnthropicResponse),
-    RESPONSES: (responses.to_chat, responses.ResponsesResponse),
-}
 
 
 class Endpoint:
@@ -64,15 +57,11 @@ class Endpoint:
         bound_socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{bound_socket.getsockname()[1]}/v1"
         self._cfg = cfg
-        posts = [Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, *OTHERS)]
-        routes = [
-            *posts,
-            Route(COUNT_TOKENS, self._tokenize, methods=["POST"]),
-            Route(TOKENIZE, self._tokenize, methods=["POST"]),
-            Route(DETOKENIZE, self._detokenize, methods=["POST"]),
-            Route("/v1/models", self._models),
-            Route("/health", _health),
-        ]
+        self._longest_token = max(map(len, prompts.tokenizer.get_vocab()))
+        posts = [Route(path, self._complete, methods=["POST"]) for path in FORMS]
+        for path in (COUNT_TOKENS, TOKENIZE, DETOKENIZE):
+            posts.append(Route(path, self._tokenize, methods=["POST"]))
+        routes = [*posts, Route("/v1/models", self._models), Route("/health", lambda _: Response())]
         self._server = make_server(routes, cfg.limits)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
         self._serving = engine_loop.loop.create_task(self._server.serve([bound_socket]))
@@ -103,6 +92,7 @@ class Endpoint:
             conversation=Conversation(self.prompts.tokenizer, self.prompts.vision, chat_row),
             engine_loop=self.engine_loop,
             cfg=self._cfg,
+            longest_token=self._longest_token,
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
@@ -120,55 +110,47 @@ class Endpoint:
             task.cancel()
         return session.conversation
 
-    async def _models(self, http_request: HTTPRequest) -> JSONResponse:
-        self._session(http_request)
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}],
-            }
-        )
-
-    async def _post(self, http_request: HTTPRequest) -> Response:
+    async def _complete(self, http_request: HTTPRequest) -> Response:
         """Answer a request for completions, in the form of the API that its path belongs to."""
         path = http_request.url.path
-        session = self._session(http_request)
-        with _refusing(session, path):
-            fields = await read_json(http_request, self._cfg.limits)
-            to_chat, make_response = OTHERS.get(path, (None, PendingResponse))
-            request = parse_request(to_chat(fields) if to_chat else fields)
+        form = FORMS[path]
+        async with self._reading(http_request) as (session, fields):
+            request = parse_request(form.to_chat(fields))
             if (request.messages is None) != (path == COMPLETIONS):
                 raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
-            response = make_response(session, request, http_request.receive)
-        if response.request.stream:
-            events = _with_error(response.events(), path)
+            response = PendingResponse(session, request, http_request.receive)
+        if request.stream:
+            events = _as_text(form, response, path)
             return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(await response.body())
+        async for _ in response.parts():
+            pass
+        return JSONResponse(form.body(response))
 
     async def _tokenize(self, http_request: HTTPRequest) -> JSONResponse:
-        """Answer with the tokens of a prompt as the engine would read it, or with their number."""
+        """Answer with the tokens of a prompt as the engine reads it, their number, or their text.
+
+        Tokens are read as the prompt of a completion, which refuses what are no tokens.
+        """
         path = http_request.url.path
-        session = self._session(http_request)
-        with _refusing(session, path):
-            fields = await read_json(http_request, self._cfg.limits)
+        async with self._reading(http_request) as (session, fields):
             if path == COUNT_TOKENS:
-                fields = anthropic.to_chat({"max_tokens": 1, **fields})
-            prompts = _read(session, fields)
+                fields = from_anthropic({"max_tokens": 1, **fields})
+            if path == DETOKENIZE:
+                fields = {"prompt": fields["tokens"]}
+            prompts = session.read_prompts(parse_request(fields))
             require(len(prompts) == 1, f"{path} takes one prompt, and there are {len(prompts)}")
             tokens = prompts[0].tokens
-            if path == COUNT_TOKENS:
-                return JSONResponse({"input_tokens": len(tokens)})
-            said = {"count": len(tokens), "max_model_len": session.max_model_len, "tokens": tokens}
-            return JSONResponse(said)
+        if path == COUNT_TOKENS:
+            return JSONResponse({"input_tokens": len(tokens)})
+        if path == DETOKENIZE:
+            return JSONResponse({"prompt": prompts[0].text})
+        said = {"count": len(tokens), "max_model_len": session.max_model_len, "tokens": tokens}
+        return JSONResponse(said)
 
-    async def _detokenize(self, http_request: HTTPRequest) -> JSONResponse:
-        """Answer with the text of tokens."""
-        session = self._session(http_request)
-        with _refusing(session, DETOKENIZE):
-            fields = await read_json(http_request, self._cfg.limits)
-            # Read as the prompt of a completion, which refuses what are no tokens.
-            (prompt,) = _read(session, {"prompt": fields["tokens"]})
-            return JSONResponse({"prompt": prompt.text})
+    async def _models(self, http_request: HTTPRequest) -> JSONResponse:
+        self._session(http_request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     def _session(self, http_request: HTTPRequest) -> SessionState:
         key = api_key(http_request)
@@ -176,47 +158,38 @@ class Endpoint:
             raise BadRequest("the API key belongs to no open session", 401, "invalid_api_key")
         return self._sessions[key]
 
+    @contextlib.asynccontextmanager
+    async def _reading(self, http_request: HTTPRequest) -> AsyncIterator[tuple[SessionState, Any]]:
+        """Give the session and the body of a request, and note why it is refused.
 
-@contextlib.contextmanager
-def _refusing(session: SessionState, path: str) -> Iterator[None]:
-    """Turn what a malformed request raises into a BadRequest, and note why one is refused.
-
-    Args:
-        session: the session of the request.
-        path: the path of the request.
-
-    Raises:
-        UserError: the request cannot be answered.
-    """
-    try:
+        Raises:
+            UserError: the request cannot be answered; also for what a malformed one raises inside.
+        """
+        session = self._session(http_request)
         try:
-            yield
+            yield session, await read_json(http_request, self._cfg.limits)
+            return
+        except UserError as error:
+            refusal = error
         except KeyError as error:
-            raise BadRequest(f"malformed request: the field {error} is missing") from error
+            refusal = BadRequest(f"malformed request: the field {error} is missing")
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
             problem = (str(error).splitlines() or [""])[0]
-            raise BadRequest(f"malformed request: {type(error).__name__}: {problem}") from error
-    except UserError as error:
-        session.refusals.append(f"POST {path}: {error}")
-        raise
+            refusal = BadRequest(f"malformed request: {type(error).__name__}: {problem}")
+        session.refusals.append(f"POST {http_request.url.path}: {refusal}")
+        raise refusal
 
 
-def _read(session: SessionState, fields: Any) -> list[Prompt]:
-    """Return the prompts that a body has. Raises what `_refusing` turns into a BadRequest."""
-    request = parse_request(fields)
-    request.check(session.cfg, session.conversation.vision, session.max_model_len)
-    return read_prompts(session, request)
+async def _as_text(form: Form, response: PendingResponse, path: str) -> AsyncIterator[str]:
+    """Yield server-sent events, and the error that ends a response after its status was sent."""
 
+    def written(event: JSONObject) -> str:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event)}\n\n"
 
-async def _health(_: HTTPRequest) -> Response:
-    """Answer whoever asks whether the endpoint is there."""
-    return Response()
-
-
-async def _with_error(events: AsyncIterator[str], path: str) -> AsyncIterator[str]:
-    """Yield the events of a path, and the error that ends a response after its status was sent."""
     try:
-        async for each in events:
-            yield each
+        async for event in form.events(response):
+            yield written(event)
+        yield form.last
     except BadRequest as error:
-        yield event(**error.body(path))
+        yield written(error.body(path))

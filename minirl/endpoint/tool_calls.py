@@ -9,7 +9,6 @@ import functools
 import json
 import logging
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,17 +24,9 @@ ToolCall = tuple[str, dict]  # name and arguments
 
 _MAX_NESTING = 100  # of a call's arguments, which others will read by recursion
 _DEFAULT = "hermes"
-# Parsers that `auto` tries: vLLM's of Qwen and Hermes, GLM, Qwen's coders, Mistral and Llama 3, and
-# minirl's of gpt-oss. With each, the text that begins a call, if it is ordinary text: what stands
-# before it can be streamed. "": an answer of which parts may become a call is sent at its end.
-_MARKERS = {
-    "hermes": "<tool_call>",
-    "glm45": "<tool_call>",
-    "qwen3_coder": "<tool_call>",
-    "mistral": "",
-    "llama3_json": "",
-    harmony.NAME: "",
-}
+# What `auto` tries: vLLM's parsers of Qwen and Hermes, GLM, Qwen's coders, Mistral and Llama 3, and
+# minirl's of gpt-oss.
+_PARSERS = ("hermes", "glm45", "qwen3_coder", "mistral", "llama3_json", harmony.NAME)
 _NAME = "minirl_tool"
 _ARGUMENTS = {"city": "Rome"}
 _TOOL = {
@@ -69,28 +60,29 @@ class ToolReader:
     tokenizer: PreTrainedTokenizerBase
     request: Any  # vLLM's, with the tools and the choice among them.
 
-    @property
-    def marker(self) -> str:
-        """The text that a call begins with; "" if it may begin with any."""
-        return _MARKERS.get(self.parser, "")
-
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
         """Return what a text says besides its calls, and the calls.
 
         If one of them cannot be read there are none at all, so that the client sees the text.
         """
-        parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
-        found = parser.extract_tool_calls(text, self.request)
+        if self.parser == harmony.NAME:  # vLLM's parser of gpt-oss is empty.
+            content = harmony.visible_text(text)
+            found = [(each.function, each.body) for each in harmony.parse(text) if each.function]
+        else:
+            parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
+            said = parser.extract_tool_calls(text, self.request)
+            content = said.content or ""
+            found = [(call.function.name, call.function.arguments) for call in said.tool_calls]
         calls = []
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            for call in found.tool_calls:
-                arguments = json.loads(call.function.arguments)
-                if not isinstance(arguments, dict) or is_deeper(arguments, _MAX_NESTING):
-                    return text, []
-                calls.append((str(call.function.name), arguments))
-        if len(calls) != len(found.tool_calls) or not calls:
-            return text, []
-        return found.content or "", calls
+        for name, written in found:
+            try:
+                arguments = json.loads(written)
+            except (ValueError, TypeError, RecursionError):
+                return text, []
+            if not isinstance(arguments, dict) or is_deeper(arguments, _MAX_NESTING):
+                return text, []
+            calls.append((str(name), arguments))
+        return (content, calls) if calls else (text, [])
 
     def guide(self) -> Guide | None:
         """Return the guide to a call that the request demands; None: the parser has none.
@@ -98,11 +90,11 @@ class ToolReader:
         Raises:
             UserError: vLLM cannot hold an answer to the schema of a tool.
         """
+        if self.parser == harmony.NAME:
+            return None
         parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
         tag = parser.get_structural_tag(self.request, **compat.tag_options())
-        if tag is None:
-            return None
-        return tag_guide(tag.model_dump(mode="json"))
+        return tag_guide(tag.model_dump(mode="json")) if tag else None
 
 
 def make_reader(
@@ -124,18 +116,9 @@ def make_reader(
             tool that it demands.
         ValueError: the tools are malformed.
     """
-    template = str(tokenizer.chat_template)
-    _require_shown(tokenizer, template)
-    if parser == "auto":
-        parser = _find_parser(tokenizer, template)
-    return _make_reader(tokenizer, tools, tool_choice, parser)
-
-
-def _make_reader(
-    tokenizer: PreTrainedTokenizerBase, tools: list[dict], tool_choice: str | dict, parser: str
-) -> ToolReader:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+    parser = _find_parser(tokenizer, str(tokenizer.chat_template), parser)
     try:
         request = ChatCompletionRequest(
             model="policy", messages=[], tools=tools, tool_choice=tool_choice
@@ -145,22 +128,28 @@ def _make_reader(
         raise UserError(f"the tools cannot be called: {problem}") from error
     except compat.client_errors() as error:
         raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
-    _make_parser(parser, tokenizer, request.tools)
+    if parser != harmony.NAME:
+        _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
 
 
 @functools.cache
-def _require_shown(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Refuse a template that shows no tools. `template`: the tokenizer's."""
-    require_tools_shown(tokenizer, [_TOOL])
+def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str, name: str) -> str:
+    """Return the name of the parser that reads back a call as the template writes it.
 
+    `hermes` if the template writes no calls.
 
-@functools.cache
-def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """Return the parser that reads back a call as the template writes it.
+    Args:
+        tokenizer: has the template.
+        template: its template, which may change.
+        name: `auto`, or the name to return, if the template shows tools.
 
-    `hermes` if the template writes no calls. `template`: the tokenizer's, which may change.
+    Raises:
+        UserError: the template shows no tools, or writes calls that no parser reads.
     """
+    require_tools_shown(tokenizer, [_TOOL])
+    if name != "auto":
+        return name
     question = {"role": "user", "content": _QUESTION}
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"type": "function", "id": "abcdefghi", "function": function}
@@ -172,14 +161,14 @@ def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     _, _, written = text.rpartition(_QUESTION)
     if _NAME not in written:
         return _DEFAULT
-    for name in _MARKERS:
+    for parser in _PARSERS:
         with contextlib.suppress(UserError):
-            reader = _make_reader(tokenizer, [_TOOL], "auto", name)
+            reader = make_reader(tokenizer, [_TOOL], "auto", parser)
             if reader.read(written)[1] == [(_NAME, _ARGUMENTS)]:
-                return name
+                return parser
     raise UserError(
         "the chat template writes calls of tools in a form that none of vLLM's parsers "
-        f"{', '.join(_MARKERS)} reads back ({written[:200]!r}); name another by "
+        f"{', '.join(_PARSERS)} reads back ({written[:200]!r}); name another by "
         "endpoint.tool_parser, or another template by data.chat_template"
     )
 
@@ -188,8 +177,6 @@ def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> A
     """Return vLLM's parser. Raises UserError if there is none, or the tokenizer is of others."""
     from vllm.tool_parsers import ToolParserManager
 
-    if name == harmony.NAME:
-        return _HarmonyParser()
     try:
         return ToolParserManager.get_tool_parser(name)(tokenizer, tools)
     except KeyError as error:
@@ -199,19 +186,3 @@ def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> A
         ) from error
     except (RuntimeError, ValueError) as error:
         raise UserError(f"endpoint.tool_parser = {name}: {error}") from error
-
-
-class _HarmonyParser:
-    """Reads calls in harmony, in the form of vLLM's parsers. Its own one for gpt-oss is empty."""
-
-    def extract_tool_calls(self, text: str, request: Any) -> Any:
-        """Return what vLLM's parsers do: `content` and `tool_calls`."""
-        calls = [
-            SimpleNamespace(function=SimpleNamespace(name=m.function, arguments=m.body))
-            for m in harmony.parse(text)
-            if m.function
-        ]
-        return SimpleNamespace(content=harmony.visible_text(text), tool_calls=calls)
-
-    def get_structural_tag(self, request: Any, **options: Any) -> None:
-        """Return no grammar: a demanded call is asked for, not forced."""
