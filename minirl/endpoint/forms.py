@@ -376,11 +376,12 @@ async def responses_events(response: PendingResponse) -> AsyncIterator[JSONObjec
     begun = responses_body(response) | {"status": "in_progress", "output": []}
     yield event("created", response=begun)
     yield event("in_progress", response=begun)
-    place = {"item_id": f"msg_{response.name}", "output_index": 0, "content_index": 0}
+    item: JSONObject = {"id": f"msg_{response.name}", "type": "message", "role": "assistant"}
+    place: JSONObject = {"item_id": item["id"], "output_index": 0, "content_index": 0}
     async for part in _text_parts(response):
         if part.is_first:
-            item = {"id": place["item_id"], "type": "message", "role": "assistant", "content": []}
-            yield event("output_item.added", output_index=0, item=item | {"status": "in_progress"})
+            item |= {"status": "in_progress", "content": []}
+            yield event("output_item.added", output_index=0, item=item)
             yield event("content_part.added", **place, part=_text_part(""))
         yield event("output_text.delta", **place, delta=part.text, logprobs=[])
     for index, item in enumerate(_items(response)):

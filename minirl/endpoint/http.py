@@ -104,16 +104,13 @@ async def read_json(request: Request, limits: LimitsConfig) -> Any:
     if num_bytes <= most:
         async for chunk in request.stream():
             body += chunk
-            num_bytes = max(num_bytes, len(body))
-            if num_bytes > most:
+            if len(body) > most:
                 break
-    if num_bytes > most:
+    if max(num_bytes, len(body)) > most:
         raise BadRequest(f"the body has more than limits.body_mb = {limits.body_mb:g} MB", 413)
     try:
         return json.loads(body)
-    except RecursionError as error:
-        raise BadRequest("malformed request: its JSON is nested too deep") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
 
 
@@ -156,8 +153,24 @@ def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server
     if soft < _FILE_DESCRIPTORS:
         most = hard if hard != resource.RLIM_INFINITY else _FILE_DESCRIPTORS
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILE_DESCRIPTORS, most), hard))
+    known = [f"{'GET' if 'GET' in (r.methods or ()) else 'POST'} {r.path}" for r in routes]
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        """Answer a request that is refused, or in which the server itself failed."""
+        path = request.url.path
+        headers: dict[str, str] = {}
+        if isinstance(error, HTTPException):  # of Starlette: no route has the path, or the method
+            there_is = f"there is no {request.method} {path} here; there are {', '.join(known)}"
+            refusal = BadRequest(there_is, error.status_code)
+            headers = dict(error.headers or {})
+        elif isinstance(error, UserError):
+            refusal = error if isinstance(error, BadRequest) else BadRequest(str(error))
+        else:  # Its traceback is in the log. A client that has left does not see the answer.
+            refusal = BadRequest("the server failed; its log says why", 500)
+        return JSONResponse(refusal.body(path), refusal.status, headers)
+
     kinds = (UserError, HTTPException, ClientDisconnect, Exception)
-    app = Starlette(routes=list(routes), exception_handlers=dict.fromkeys(kinds, _answer_error))
+    app = Starlette(routes=list(routes), exception_handlers=dict.fromkeys(kinds, answer))
     config = uvicorn.Config(
         _OneLength(app),
         http="h11",
@@ -195,25 +208,3 @@ class _OneLength:
         error = BadRequest("a request has both Content-Length and Transfer-Encoding")
         response = JSONResponse(error.body(scope["path"]), 400, {"Connection": "close"})
         await response(scope, receive, send)
-
-
-async def _answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that is refused, or in which the server itself failed."""
-    path = request.url.path
-    if isinstance(error, HTTPException):
-        message = error.detail
-        if error.status_code in (404, 405):
-            names = []
-            for route in request.app.routes:
-                assert isinstance(route, Route)
-                names.append(f"{'GET' if 'GET' in (route.methods or ()) else 'POST'} {route.path}")
-            message = f"there is no {request.method} {path} here; there are {', '.join(names)}"
-        body = BadRequest(message, error.status_code).body(path)
-        return JSONResponse(body, error.status_code, dict(error.headers or {}))
-    if isinstance(error, BadRequest):
-        refusal = error
-    elif isinstance(error, UserError):
-        refusal = BadRequest(str(error))
-    else:  # Its traceback is in the log. A client that has left does not see the answer.
-        refusal = BadRequest("the server failed; its log says why", 500)
-    return JSONResponse(refusal.body(path), refusal.status)

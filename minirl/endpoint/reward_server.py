@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from minirl.base.errors import UserError
+from minirl.base.errors import UserError, require
 from minirl.base.reading import key_of_environment
 from minirl.config.supervised import ServeConfig
 from minirl.endpoint.http import (
@@ -61,7 +61,16 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
             raise BadRequest("web pages may not ask without a key; set api_key_env", 403)
         if not key and cfg.host in LOOPBACK:
             require_loopback(request)
-        texts = _read_texts(await read_json(request, cfg.limits), cfg.limits.prompts)
+        body = await read_json(request, cfg.limits)
+        texts = body.get("query") if isinstance(body, dict) else None
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise BadRequest('malformed request: give {"query": [text, ...]}')
+        require(
+            len(texts) <= cfg.limits.prompts,
+            f"the request has {len(texts)} queries, more than limits.prompts = "
+            f"{cfg.limits.prompts}; send several requests (minirl.rl sends at most reward.threads "
+            "queries in one)",
+        )
         scoring = asyncio.ensure_future(batcher.score(texts))
         leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))
         await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -77,19 +86,6 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
         await make_server(routes, cfg.limits).serve([bound_socket])
     finally:
         running.cancel()
-
-
-def _read_texts(body: Any, max_texts: int) -> list[str]:
-    """Return the texts of a request. Raises BadRequest."""
-    texts = body.get("query") if isinstance(body, dict) else None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadRequest('malformed request: give {"query": [text, ...]}')
-    if len(texts) > max_texts:
-        raise BadRequest(
-            f"the request has {len(texts)} queries, more than limits.prompts = {max_texts}; send "
-            "several requests (minirl.rl sends at most reward.threads queries in one)"
-        )
-    return texts
 
 
 @dataclass(frozen=True)
@@ -154,17 +150,16 @@ class Batcher:
         """Take the sequences that wait longest and fit into the budget, at least one."""
         batch: list[_Waiting] = []
         num_tokens = 0
-        while self._waiting:
-            each = self._waiting[0]
-            num_tokens += len(each.row.tokens) + 2  # the end, and the token whose row is its score
+        waiting = deque(each for each in self._waiting if not each.score.cancelled())
+        while waiting:
+            # The end, and the token whose row is its score.
+            num_tokens += len(waiting[0].row.tokens) + 2
             if batch and num_tokens > self._tokens_per_batch:
-                return batch
-            self._waiting.popleft()
-            if each.score.cancelled():
-                num_tokens -= len(each.row.tokens) + 2
-            else:
-                batch.append(each)
-        self._news.clear()
+                break
+            batch.append(waiting.popleft())
+        self._waiting = waiting
+        if not waiting:
+            self._news.clear()
         return batch
 
     async def _score_batch(self, batch: list[_Waiting]) -> None:

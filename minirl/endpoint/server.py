@@ -20,7 +20,7 @@ from starlette.routing import Route
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
-from minirl.endpoint.forms import COMPLETIONS, FORMS, MODEL, Form, from_anthropic
+from minirl.endpoint.forms import COMPLETIONS, FORMS, MODEL, from_anthropic
 from minirl.endpoint.http import MESSAGES, BadRequest, api_key, bind, make_server, read_json
 from minirl.endpoint.protocol import JSONObject, parse_request
 from minirl.endpoint.response import PendingResponse, SessionState
@@ -119,9 +119,18 @@ class Endpoint:
             if (request.messages is None) != (path == COMPLETIONS):
                 raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
             response = PendingResponse(session, request, http_request.receive)
+
+        async def events() -> AsyncIterator[str]:
+            """Yield the response, and the error that ends it after its status was sent."""
+            try:
+                async for event in form.events(response):
+                    yield as_text(event)
+                yield form.last
+            except BadRequest as error:
+                yield as_text(error.body(path))
+
         if request.stream:
-            events = _as_text(form, response, path)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return StreamingResponse(events(), media_type="text/event-stream")
         async for _ in response.parts():
             pass
         return JSONResponse(form.body(response))
@@ -180,16 +189,7 @@ class Endpoint:
         raise refusal
 
 
-async def _as_text(form: Form, response: PendingResponse, path: str) -> AsyncIterator[str]:
-    """Yield server-sent events, and the error that ends a response after its status was sent."""
-
-    def written(event: JSONObject) -> str:
-        name = f"event: {event['type']}\n" if "type" in event else ""
-        return f"{name}data: {json.dumps(event)}\n\n"
-
-    try:
-        async for event in form.events(response):
-            yield written(event)
-        yield form.last
-    except BadRequest as error:
-        yield written(error.body(path))
+def as_text(event: JSONObject) -> str:
+    """Return a server-sent event; it has a name if the data have a `type`."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n"

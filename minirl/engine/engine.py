@@ -134,7 +134,9 @@ class RolloutEngine:
         self.on_cuda = mesh.device.type == "cuda"
         # The functions that vLLM compiles are small: on CPU that takes longer than a short run.
         interpret = functools.partial(torch.compiler.set_stance, "force_eager")
-        self.uncompiled = contextlib.nullcontext if self.on_cuda else interpret
+        self.uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = (
+            contextlib.nullcontext if self.on_cuda else interpret
+        )
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__

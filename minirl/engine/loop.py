@@ -299,7 +299,7 @@ class EngineLoop:
         for output in self.engine.unfinished() if cancelled else ():
             if output.request_id in cancelled:
                 self.discarded_tokens += len(output.tokens)
-        aborted = sorted(cancelled if more else self._running)
+        aborted = sorted(cancelled if more else set(self._running))
         for request_id in aborted:
             del self._running[request_id]
 
