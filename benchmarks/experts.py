@@ -33,7 +33,8 @@ def row(name: str, nodes: int, experts: int) -> str:
     in_experts = shape.num_layers * of_layer
     others = shape.parameters - in_experts
 
-    compute = 8 * shape.active_parameters * TOKENS / (TFLOPS * 1e12)
+    active = shape.active_in_layers + shape.hidden * shape.vocabulary
+    compute = 8 * active * TOKENS / (TFLOPS * 1e12)
     of_others = (2 + 2 + 4) * others * (1 - 1 / num_ranks)
     # bfloat16 in forward and backward, and float32 gradients.
     of_experts = (2 + 2 + 4) * in_experts / experts * (1 - 1 / rest)

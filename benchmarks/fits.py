@@ -14,9 +14,10 @@ from transformers.utils import logging
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RolloutConfig
-from minirl.config.validate import resolve_lengths
-from minirl.plan import advice, cards
-from minirl.plan.workload import Lengths, rl_workload
+from minirl.config.validate import resolve_dtypes, resolve_lengths
+from minirl.plan.__main__ import Advice, advise
+from minirl.plan.cards import find_card
+from minirl.plan.plan import Workload, read_models
 
 # (GPUs, of which card, a node's)
 MACHINES = {
@@ -113,18 +114,18 @@ def job(name: str, trained: str = "all") -> RLConfig:
         rollout=RolloutConfig(prompts_per_step=64, samples_per_prompt=8, max_tokens=2048),
     )
     resolve_lengths(cfg)
+    resolve_dtypes(cfg, "bfloat16")
     return cfg
 
 
 @functools.cache
-def best(name: str, machine: str, trained: str = "all") -> advice.Advice | None:
+def best(name: str, machine: str, trained: str = "all") -> Advice | None:
     """Return the fastest settings that fit. None: there are none."""
     num_gpus, card_name, per_node = MACHINES[machine]
-    card = cards.find_card(card_name)
     cfg = job(name, trained)
-    workload = rl_workload(cfg, num_gpus, {"policy": MODELS[name].to_dict()})
-    sizes = {role.name: role.sizes() for role in workload.roles}
-    advised = advice.advise(workload, sizes, card, min(per_node, num_gpus), Lengths())
+    models = read_models(cfg, {"policy": MODELS[name].to_dict()})
+    workload = Workload(cfg, num_gpus, models)
+    advised = advise(workload, find_card(card_name), min(per_node, num_gpus))
     return advised[0] if advised else None
 
 

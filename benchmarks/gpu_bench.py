@@ -30,8 +30,8 @@ from minirl.parallel import fsdp
 from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh
 from minirl.plan.cards import Card
+from minirl.plan.costs import Load
 from minirl.plan.sizes import read_sizes
-from minirl.plan.workload import Load
 from minirl.run.metrics import StepWork, flops
 from minirl.train.policy import Policy
 from minirl.types.packed import Packed
@@ -331,7 +331,7 @@ def count_layers(config: PretrainedConfig, load: Load, free_bytes: float) -> int
     # its gradient is there in bfloat16 and twice in float32.
     root = sum(m.numel for m in model.root) * (16 + 2 + 2 + 4 + 4)
     # A layer keeps about 26 numbers of the hidden size for a row.
-    of_layer = max(layer.numel for layer in model.layers)
+    of_layer = max(sum(m.numel for m in layer.matrices) for layer in model.layers)
     layer = of_layer * 16 + load.tokens * model.hidden * 2 * 26
     rest = 8 * GIB  # Logits, two gathered layers, what the allocator loses.
     return min(model.num_layers, int((0.95 * free_bytes - root - rest) / layer))

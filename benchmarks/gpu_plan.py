@@ -20,7 +20,7 @@ from benchmarks.dryrun.meter import Meter
 from benchmarks.gpu_bench import GIB, Bench, Step
 from minirl.config.validate import resolve_lengths
 from minirl.model import build, fused
-from minirl.plan.workload import Lengths, rl_workload
+from minirl.plan.plan import Workload, read_models
 
 
 def plan(bench: Bench, kernels: dict[str, Callable[[Bench], None]]) -> None:
@@ -38,9 +38,10 @@ def plan(bench: Bench, kernels: dict[str, Callable[[Bench], None]]) -> None:
         cfg = gpu_bench.rl_config(bench, model)
         cfg.policy.dtype = "bfloat16"
         resolve_lengths(cfg)
-        lengths = Lengths(prompt=gpu_bench.TASK_TOKENS, answer=bench.sizes.answer)
-        models = {"policy": build.read_config(bench.folder / model).to_dict()}
-        load = rl_workload(cfg, 1, models, lengths).load
+        configs = {"policy": build.read_config(bench.folder / model).to_dict()}
+        answer = bench.sizes.answer
+        models = read_models(cfg, configs)
+        load = Workload(cfg, 1, models, gpu_bench.TASK_TOKENS, answer).load
         wanted.append(Step(section=f"grpo-{model}", model=model, policy=cfg.policy, load=load))
 
     for step, result in zip(wanted, dry_run(bench, wanted), strict=True):

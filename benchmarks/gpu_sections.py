@@ -39,7 +39,7 @@ from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.plan import cards
-from minirl.plan.workload import Load
+from minirl.plan.costs import Load
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
 from minirl.train.policy import Policy

@@ -31,7 +31,6 @@ from minirl.endpoint import open_endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.envs import Agent
 from minirl.parallel.mesh import Mesh
-from minirl.plan.workload import rl_workload
 from minirl.refit.refit import Refit
 from minirl.rollout import records
 from minirl.rollout.sampler import Sampler
@@ -64,7 +63,7 @@ class Trainer(BaseTrainer):
         self.num_steps = inputs.num_steps
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
-            self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
+            self.announce(inputs.model_configs())
             self.policy = self.load_model(cfg.policy, inputs.folders["policy"])
             # None: rollout.replay runs without an engine.
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiny
-from minirl.plan.cards import CARDS, peak_tflops
+from minirl.plan import cards
 from minirl.plan.sizes import read_sizes
 from minirl.run.metrics import StepWork, _deviation, flops
 from programs import ROOT, fork
@@ -216,8 +216,7 @@ def test_the_work_of_a_model(tmp_path):
     ],
 )
 def test_peaks_by_the_drivers_names(driver_name, card):
-    expected = CARDS[card].tflops if card else 0.0
-    assert peak_tflops(driver_name) == expected
+    assert cards.named(driver_name) == (cards.CARDS[card] if card else None)
 
 
 def test_the_glossary_names_nothing_twice():

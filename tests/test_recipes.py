@@ -32,7 +32,7 @@ from minirl.data.sources import open_source
 from minirl.engine.loop import EngineLoop
 from minirl.envs.registry import make_env
 from minirl.plan import __main__ as planner
-from minirl.plan.plan import GIB
+from minirl.plan.cards import GIB
 from minirl.rollout import pacing, records
 from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.pacing import Goal, pull
@@ -311,7 +311,7 @@ def test_sized_recipe_fits_by_the_planner(name, tmp_path):
     given = command.replace("configs/", f"{path.parent}/").split()
     plan, advised = planner.plan_of_flags([*given, "--policy.model", str(tmp_path)])
     assert plan.lacks == ""
-    gib = f"{plan.memory[plan.largest] / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
+    gib = f"{max(plan.memory.values()) / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head
     assert advised[0].changes == ()
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from benchmarks.dryrun.extrapolate import alive_at_peak, cut, layer_counts, run_jobs
 from benchmarks.fits import MODELS
-from minirl.plan.workload import Load
+from minirl.plan.costs import Load
 
 PHASES = ("forward", "backward", "optimizer")
 OLD = {"kernels": "torch", "accumulate": "whole", "activation_checkpointing": "off"}

@@ -11,14 +11,13 @@ from typing import Any
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.utils import logging
 
-from benchmarks.dryrun.extrapolate import dry_costs
+from benchmarks.dryrun.extrapolate import Cost, dry_costs
 from benchmarks.fits import MODELS
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.plan.cards import CARDS
-from minirl.plan.costs import Cost, CostModel, Training
+from minirl.plan.costs import Load, LossName, Training
 from minirl.plan.sizes import read_sizes
-from minirl.plan.workload import Load, LossName
 
 DENSE = MODELS["Qwen3-8B"]
 MIXTURE = MODELS["Qwen3-30B-A3B"]
@@ -131,7 +130,7 @@ CASES = {
 
 def differences(case: Case, dry: Cost) -> dict[str, float]:
     """Return by how much the formulas are above a dry run, as a share of it, by figure."""
-    formula = CostModel(case.training()).cost()
+    formula = case.training()
     pairs = {"state": (formula.parameters + formula.optimizer, dry.parameters + dry.optimizer)}
     for phase in ("forward", "backward", "optimizer"):
         pairs[f"peak, {phase}"] = (

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ from minirl.base.errors import UserError
 from minirl.config.policy import PolicyConfig
 from minirl.model import build
 from minirl.model.trained import names_in_files
-from minirl.plan.costs import Cost, CostModel, Training
+from minirl.plan.costs import Parts, Training
+
+
+@dataclass(kw_only=True)
+class Cost:
+    """What a dry run counts of `minirl.plan.costs.Training`."""
+
+    parameters: float  # Bytes between two steps, as the next.
+    optimizer: float
+    alive: dict[str, Parts]  # At the peak of each phase.
+    seconds: dict[str, float]
+    wire: dict[str, float]
 
 
 def layer_counts(config: PretrainedConfig) -> tuple[int, int]:
@@ -111,7 +123,7 @@ def _job(training: Training, folder: Path, config: PretrainedConfig) -> dict[str
     ]
     policy["lora"]["adapter"] = ""  # Its values do not matter.
     # As the size of the whole model decides it.
-    policy["accumulate"] = "whole" if CostModel(training).keeps_whole else "sharded"
+    policy["accumulate"] = "whole" if training.keeps_whole else "sharded"
     return {
         "folder": str(folder),
         "load": dataclasses.asdict(load),
@@ -157,9 +169,8 @@ def _extrapolate(
         few: result with a few layers.
         more: result with some more; or both are of the whole model.
         counts: their numbers of layers.
-        training: of the whole model; the work that it needs is counted by formula.
+        training: of the whole model.
     """
-    formula = CostModel(training).cost()
     times = 0.0
     if counts[0] < counts[1]:
         times = (training.model.num_layers - counts[1]) / (counts[1] - counts[0])
@@ -173,19 +184,16 @@ def _extrapolate(
         alive={},
         seconds={},
         wire={},
-        wire_seconds={},
-        flops=formula.flops,
     )
-    for phase in formula.alive:
+    for phase in training.alive.keys() & few["phases"].keys():
         a = few["phases"][phase]
         b = more["phases"][phase]
         num = 1 if phase == "optimizer" else max(1, few["num_micro"])
         cost.alive[phase] = alive_at_peak(few, more, phase, times)
         cost.seconds[phase] = whole(device_seconds(a), device_seconds(b)) / num
         if phase == "optimizer":  # with what it moves to the host and computes there
-            cost.seconds[phase] = max(cost.seconds[phase], formula.seconds[phase])
+            cost.seconds[phase] = max(cost.seconds[phase], training.seconds[phase])
         cost.wire[phase] = whole(_on_wire(a, "bytes"), _on_wire(b, "bytes")) / num
-        cost.wire_seconds[phase] = whole(_on_wire(a, "seconds"), _on_wire(b, "seconds")) / num
     return cost
 
 

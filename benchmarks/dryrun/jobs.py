@@ -49,7 +49,7 @@ from minirl.parallel.machines import arrange, make_world
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.storage import dynamic_code
 from minirl.plan.cards import CARDS, Card
-from minirl.plan.workload import Load, LossName
+from minirl.plan.costs import Load, LossName
 from minirl.refit.refit import Refit
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import ImageBatch, ImageSpan, Trajectory

@@ -16,7 +16,7 @@ from minirl.batch.packing import pack
 from minirl.model import experts, fused, logprob
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
-from minirl.plan.workload import Load
+from minirl.plan.costs import Load
 from minirl.types.packed import Packed, Trajectory
 
 # Of what kernels are compared with.

@@ -23,7 +23,7 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
 from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh
-from minirl.plan.workload import Load
+from minirl.plan.costs import Load
 from minirl.train.policy import Policy
 
 FAMILIES = ("qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen2")

@@ -30,7 +30,7 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.parallel.machines import arrange, make_world
 from minirl.parallel.mesh import World
-from minirl.plan.workload import Load
+from minirl.plan.costs import Load
 from minirl.train.policy import Policy
 
 

@@ -7,25 +7,23 @@ planner's are settings of the run, as its program takes them.
 """
 
 import argparse
-import contextlib
+import dataclasses
+import itertools
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from minirl.base.errors import BAD_INPUT, DONE, UserError, require
+from minirl.config import validate
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
-from minirl.config.supervised import (
-    DPOConfig,
-    KTOConfig,
-    RMConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
-from minirl.config.validate import check_models, resolve_lengths, validate_parallel
-from minirl.plan import advice, cards, page
-from minirl.plan.plan import Plan, make_plan
-from minirl.plan.sizes import read_config
-from minirl.plan.workload import Lengths, Workload, rl_workload, supervised_workload
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig, SupervisedConfig
+from minirl.plan.cards import CARDS, GIB, REACHED, Card, find_card
+from minirl.plan.plan import CHECKPOINTING, Plan, Workload, make_plan, most, read_models
+from minirl.plan.sizes import HEADS, read_config
 
 PROGRAMS: dict[str, type[TrainingConfig]] = {
     "rl": RLConfig,
@@ -34,6 +32,27 @@ PROGRAMS: dict[str, type[TrainingConfig]] = {
     "dpo": DPOConfig,
     "kto": KTOConfig,
 }
+# The settings that name models, and their roles.
+MODELS = {
+    "policy.model": "policy",
+    "critic.model": "critic",
+    "ref.model": "reference",
+    "reference": "reference",
+    "reward.model": "reward model",
+}
+
+# A setting by its name, and a value to try.
+Change = tuple[str, Any]
+MOST_CHANGES = 3
+MOST_ADVICE = 5
+SIZES = (1, 2, 4, 8)  # Of tensor parallelism.
+LEAST_GAIN = 0.97  # Of the seconds of a step, for a change to be worth it.
+# Tried in this order, with all else, until something fits.
+LAST_RESORTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"policy.optimizer_state": "8bit"},
+    {"policy.cpu_offload": True, "policy.optimizer_state": "device"},
+)
 
 
 def main() -> int:
@@ -43,34 +62,12 @@ def main() -> int:
     except UserError as error:
         print(f"minirl: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(page.full(plan, advised))
+    print(page(plan, advised))
     return BAD_INPUT if plan.lacks else DONE
 
 
-def plan_of_flags(argv: list[str]) -> tuple[Plan, list[advice.Advice]]:
-    """Return the plan that flags ask for, and settings that do better.
-
-    Raises:
-        UserError: for whatever is wrong with the flags, the config or the models.
-    """
-    flags, rest = parser().parse_known_args(argv)
-    card = cards.find_card(
-        flags.gpu, flags.memory_gb, flags.tflops, flags.bandwidth_gb, flags.host_memory_gb
-    )
-    require(flags.gpus >= 1, f"--gpus {flags.gpus} must be at least 1")
-    program = PROGRAMS[flags.program or _guess_program(flags.config)]
-    cfg = parse_flags(program, [*(["--config", flags.config] if flags.config else []), *rest])
-    if isinstance(cfg, RLConfig):
-        resolve_lengths(cfg)
-    check_models(cfg)
-    validate_parallel(cfg.parallel, flags.gpus)
-    gpus_per_node = min(flags.gpus_per_node, flags.gpus)
-    lengths = Lengths(prompt=flags.prompt_tokens, answer=flags.answer_tokens)
-    workload = _read_workload(cfg, flags.gpus, lengths)
-    sizes = {role.name: role.sizes() for role in workload.roles}
-    _check_parallel(workload, gpus_per_node)
-    plan = make_plan(workload, sizes, card, gpus_per_node)
-    return plan, advice.advise(workload, sizes, card, gpus_per_node, lengths)
+# --------------------------------------------------------------------------------------------------
+# flags
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,105 +81,288 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", help="YAML file of the run")
     parser.add_argument("--program", choices=PROGRAMS, help="if the file does not tell")
-    parser.add_argument("--gpus", type=int, default=8, help="of all nodes (8)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="(8)")
-    parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(cards.CARDS)} (h200)")
-    for name, what in (
-        ("memory-gb", "GB of a GPU"),
-        ("tflops", "its bfloat16 TFLOP/s without sparsity"),
-        ("bandwidth-gb", "GB/s of its memory"),
-        ("host-memory-gb", "GB of the host for each GPU"),
+    parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(CARDS)} (h200)")
+    for name, default, what in (
+        ("gpus", 8, "of all nodes (8)"),
+        ("gpus-per-node", 8, "(8)"),
+        ("prompt-tokens", 0, "of an average prompt (the longest allowed)"),
+        ("answer-tokens", 0, "of an average answer (the longest allowed)"),
+        ("memory-gb", 0.0, "GB of a GPU, if not --gpu's"),
+        ("tflops", 0.0, "its bfloat16 TFLOP/s without sparsity, if not --gpu's"),
+        ("bandwidth-gb", 0.0, "GB/s of its memory, if not --gpu's"),
+        ("host-memory-gb", 0.0, "GB of the host for each GPU, if not --gpu's"),
     ):
-        parser.add_argument(f"--{name}", type=float, default=0.0, help=f"{what}, if not --gpu's")
-    for name in ("prompt", "answer"):
-        what = f"of an average {name} (the longest allowed)"
-        parser.add_argument(f"--{name}-tokens", type=int, default=0, help=what)
-    parser.add_argument("--formulas", action="store_true", help="as it always is, by now")
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=what)
     return parser
 
 
-def _guess_program(path: str | None) -> str:
-    """Return the program that has all settings of a file; minirl.rl, if there is no file.
-
-    Of several, it is the one that the file's name names, or minirl.rl, or minirl.sft.
+def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"]]:
+    """Return the plan that flags ask for, and settings that do better.
 
     Raises:
-        UserError: the file fits no program, with what is wrong with it for the nearest.
+        UserError: for whatever is wrong with the flags, the config or the models.
     """
-    if path is None:
-        return "rl"
-    fitting = []
-    for name, config in PROGRAMS.items():
-        with contextlib.suppress(UserError):
-            load_config(config, path)
-            fitting.append(name)
-    if not fitting:
-        load_config(RLConfig, path)  # says what is wrong
-    hints = [name for name in fitting if name in path]
-    if len(hints) == 1:
-        return hints[0]
-    usual = [name for name in ("rl", "sft") if name in fitting]
-    require(
-        len(fitting) == 1 or usual,
-        f"--config {path} is for any of {', '.join(fitting)}: say which by --program",
+    flags, rest = parser().parse_known_args(argv)
+    card = find_card(
+        flags.gpu,
+        memory_gib=flags.memory_gb * 1e9 / GIB,
+        tflops=flags.tflops,
+        bandwidth_gb=flags.bandwidth_gb,
+        host_memory_gib=flags.host_memory_gb * 1e9 / GIB,
     )
-    return (usual or fitting)[0]
-
-
-def _read_workload(cfg: TrainingConfig, world_size: int, lengths: Lengths) -> Workload:
-    """Return what a run does, with the configs of its models. Raises UserError."""
-    models = {"policy.model": cfg.policy.model}
+    require(flags.gpus >= 1, f"--gpus {flags.gpus} must be at least 1")
+    program = PROGRAMS[flags.program or guess_program(flags.config)]
+    cfg = parse_flags(program, [*(["--config", flags.config] if flags.config else []), *rest])
+    validate.resolve_dtypes(cfg, "bfloat16")
     if isinstance(cfg, RLConfig):
-        models |= {
-            "critic.model": cfg.critic.model,
-            "ref.model": cfg.ref.model,
-            "reward.model": cfg.reward.model,
-        }
-    elif isinstance(cfg, DPOConfig | KTOConfig):
-        models["reference"] = cfg.reference
-    roles = {"policy.model": "policy", "critic.model": "critic", "reward.model": "reward model"}
-    found = {}
-    for setting, model in models.items():
+        validate.resolve_lengths(cfg)
+    configs = {}
+    for setting, role in MODELS.items():
+        model = get(cfg, setting)
         require(
             model != "scratch",
             f"{setting} = scratch is made from the rows when the run starts, so there is nothing "
             "to plan; give a folder with a config.json or a hub id",
         )
-        if model or setting == "policy.model":
-            found[roles.get(setting, "reference")] = read_config(model, setting)
+        if model or role == "policy":
+            configs[role] = read_config(model, setting)
+    models = read_models(cfg, configs)
+    gpus_per_node = min(flags.gpus_per_node, flags.gpus)
+    workload = Workload(cfg, flags.gpus, models, flags.prompt_tokens, flags.answer_tokens)
+    check(workload)
+    return make_plan(workload, card, gpus_per_node), advise(workload, card, gpus_per_node)
+
+
+def guess_program(path: str | None) -> str:
+    """Return the first program that has all settings of a file; minirl.rl, if there is no file.
+
+    One that the file's name names comes before the others.
+
+    Raises:
+        UserError: the file fits no program, with what is wrong with it for the last.
+    """
+    if path is None:
+        return "rl"
+    first, *others = sorted(PROGRAMS, key=lambda name: name not in Path(path).name)
+    for name in (first, *others):
+        with suppress(UserError):
+            load_config(PROGRAMS[name], path)
+            return name
+    return first  # whose config says what is wrong
+
+
+def check(workload: Workload) -> None:
+    """Refuse axes that do not divide a model, and settings that do not go together.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    cfg = workload.cfg
+    validate.validate_parallel(cfg.parallel, workload.world_size)
+    validate.validate_model(cfg.policy, "policy", cfg.parallel.tensor)
     if isinstance(cfg, RLConfig):
-        return rl_workload(cfg, world_size, found, lengths)
-    assert isinstance(cfg, SupervisedConfig)
-    return supervised_workload(cfg, world_size, found, lengths)
-
-
-def _check_parallel(workload: Workload, gpus_per_node: int) -> None:
-    """Refuse axes that do not divide a model. Raises UserError."""
-    parallel = workload.cfg.parallel
-    engine = workload.engine
-    require(
-        engine is None or workload.world_size % engine.tensor_parallel_size == 0,
-        f"engine.tensor_parallel_size = {engine and engine.tensor_parallel_size} does not divide "
-        f"--gpus {workload.world_size}",
-    )
-    for role in workload.roles:
-        model = role.sizes()
-        undivided = model.undivided(parallel.tensor)
+        validate.validate_model(cfg.critic, "critic", cfg.parallel.tensor)
+        bases = []
+        for role in (cfg.policy, cfg.critic):
+            bases.append((role.lora.rank > 0, role.dtype, role.cpu_offload, role.lora.quantization))
+        require(
+            not cfg.critic.share_base
+            or (bases[0] == bases[1] and cfg.policy.lora.rank and not cfg.critic.model),
+            "critic.share_base: policy and critic must both have adapters of one model, and be "
+            "alike in dtype, cpu_offload and lora.quantization",
+        )
+    if workload.engine:
+        ranks = workload.engine.tensor_parallel_size
+        undivided = workload.models["policy"].undivided(ranks, HEADS)
+        if workload.world_size % ranks:
+            undivided = f"--gpus {workload.world_size}"
+        require(not undivided, f"engine.tensor_parallel_size = {ranks} does not divide {undivided}")
+    for name, model in workload.models.items():
+        undivided = model.undivided(cfg.parallel.tensor)
         require(
             not undivided,
-            f"parallel.tensor = {parallel.tensor} does not divide {undivided} of the {role.name}",
+            f"parallel.tensor = {cfg.parallel.tensor} does not divide {undivided} of the {name}",
         )
         experts = max(layer.experts for layer in model.layers)
         require(
-            experts % parallel.experts == 0 and (experts or parallel.experts == 1),
-            f"parallel.experts = {parallel.experts} does not divide the {experts} experts of the "
-            f"{role.name}",
+            experts % cfg.parallel.experts == 0 and (experts or cfg.parallel.experts == 1),
+            f"parallel.experts = {cfg.parallel.experts} does not divide the {experts} experts of "
+            f"the {name}",
         )
-    require(
-        gpus_per_node % parallel.experts == 0 or parallel.experts_across_nodes,
-        f"parallel.experts = {parallel.experts} does not divide the {gpus_per_node} GPUs of a "
-        "node, so that tokens would travel between nodes; add --parallel.experts-across-nodes",
-    )
+
+
+# --------------------------------------------------------------------------------------------------
+# advice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Settings to change, and what the run then takes."""
+
+    changes: tuple[Change, ...]
+    plan: Plan
+
+    @property
+    def flags(self) -> str:
+        """Return the changes as flags of the program."""
+        flags = []
+        for name, value in self.changes:
+            flag = "--" + name.replace("_", "-")
+            flags.append(flag if value is True else f"{flag} {value}")
+        return " ".join(flags)
+
+
+def get(cfg: Any, name: str) -> Any:
+    """Return the value of a setting, whose name may have dots; None: there is no such one."""
+    section, _, rest = name.partition(".")
+    value = vars(cfg).get(section)
+    return get(value, rest) if rest and value is not None else value
+
+
+def with_setting(cfg: Any, name: str, value: Any) -> Any:
+    """Return a config with another value of a setting, whose name may have dots."""
+    section, _, rest = name.partition(".")
+    if rest:
+        value = with_setting(vars(cfg)[section], rest, value)
+    return dataclasses.replace(cfg, **{section: value})
+
+
+def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
+    """Return the settings that make a run fit, found by trying, the fastest first.
+
+    Each change among them gains 3 % at least, or is needed. State in 8 bits, and shards and
+    gradients in the host's memory, are only tried if nothing else helps. The arguments are those of
+    `make_plan`.
+    """
+    cfg = workload.cfg
+    load = workload.load
+    longest = cfg.engine.max_model_len if isinstance(cfg, RLConfig) else 0
+    if isinstance(cfg, SupervisedConfig):
+        longest = cfg.data.max_tokens * (2 if load.whole_groups else 1)
+    budgets = [cfg.tokens_per_rank // n for n in (2, 4, 8)]
+    sizes = [size for size in SIZES if gpus_per_node % size == 0]
+    choices: dict[str, list[Any]] = {
+        "policy.activation_checkpointing": list(CHECKPOINTING),
+        "policy.optimizer_state": ["offload"],
+        "policy.accumulate": ["sharded"],
+        "tokens_per_rank": [n for n in budgets if n * cfg.parallel.context >= longest],
+        "parallel.tensor": sizes,
+        "parallel.replicate": [1],
+        "engine.tensor_parallel_size": sizes if workload.engine else [],
+        "critic.share_base": [True] if "critic" in workload.models else [],
+    }
+    for resort in LAST_RESORTS:
+        needed = [(name, value) for name, value in resort.items() if value != get(cfg, name)]
+        tried: list[list[Change | None]] = []
+        for name, values in choices.items():
+            others = [value for value in values if value != get(cfg, name) and name not in resort]
+            tried.append([None, *((name, value) for value in others)])
+        fitting: list[Advice] = []
+        for combination in itertools.product(*tried):
+            changes = [change for change in combination if change is not None]
+            if len(changes) > MOST_CHANGES:
+                continue
+            changes = [*needed, *changes]
+            changed = cfg
+            for name, value in changes:
+                changed = with_setting(changed, name, value)
+            tried_workload = Workload(
+                changed, workload.world_size, workload.models, load.prompt, load.answer
+            )
+            with suppress(UserError):
+                check(tried_workload)
+                plan = make_plan(tried_workload, card, gpus_per_node)
+                if not plan.lacks:
+                    fitting.append(Advice(changes=tuple(changes), plan=plan))
+        if fitting:
+            break
+    # A change that gains nothing is left out.
+    fitting.sort(key=lambda advice: (len(advice.changes), advice.plan.step_seconds))
+    kept: list[Advice] = []
+    for advice in fitting:
+        limit = advice.plan.step_seconds / LEAST_GAIN
+        simpler = [other for other in kept if set(other.changes) <= set(advice.changes)]
+        if all(other.plan.step_seconds > limit for other in simpler):
+            kept.append(advice)
+    return sorted(kept, key=lambda advice: advice.plan.step_seconds)
+
+
+# --------------------------------------------------------------------------------------------------
+# what is printed
+
+
+def page(plan: Plan, advised: list[Advice]) -> str:
+    """Return all that is printed."""
+    workload = plan.workload
+    load = workload.load
+    parallel = workload.cfg.parallel
+    card = plan.card
+    # Each rank of a context holds a shard, too.
+    shards = workload.world_size // (parallel.replicate * parallel.tensor)
+    lines = [
+        f"{workload.cfg.policy.model} on {workload.world_size} x {card.name}: {plan.verdict}",
+        f"mesh: replicate {parallel.replicate}, FSDP over {shards}, context {parallel.context}, "
+        f"tensor {parallel.tensor}; a step: {workload.num_sequences:,} sequences of "
+        f"{load.prompt:,} + {load.answer:,} tokens, {workload.num_updates} update(s) of "
+        f"{load.num_micro} micro-batch(es) of {load.tokens:,} rows a rank",
+        "",
+        f"memory, GiB a GPU of {plan.limit / GIB:.1f}: the peak of each phase",
+    ]
+    for phase, size in most(plan.memory):
+        largest = most(plan.alive[phase], 4)
+        named = [f"{name} {part / GIB:.1f}" for name, part in largest if part > 0.05 * GIB]
+        over = "  <- too much" if size > plan.limit else ""
+        lines.append(f"  {phase:22}{size / GIB:8.1f}  {', '.join(named)}{over}")
+    if plan.engine:
+        states = plan.engine.state_tokens
+        cache = f"KV cache of an engine: {max(0, plan.engine.kv_tokens):,} tokens"
+        more = f"; the states of each sequence take as much as {states:,} of them"
+        lines.append(cache + more * (states > 0))
+    if not plan.lacks:
+        lines += [
+            "",
+            f"time of a step: {plan.step_seconds:.1f} s",
+            *(f"  {phase:22}{seconds:8.2f} s" for phase, seconds in plan.seconds.items()),
+        ]
+    lines += _advice_lines(plan, advised)
+    reached = ", ".join(f"{name} {share:.0%}" for name, share in REACHED.items())
+    lines += [
+        "",
+        f"assumed: {card.memory_gib:.1f} GiB, {card.tflops:,.0f} TFLOP/s, "
+        f"{card.bandwidth_gb:,.0f} GB/s, {card.link_gb:,.0f} GB/s to GPUs of a node, "
+        f"{card.network_gb:,.0f} to other nodes, {card.host_gb:,.0f} to the host; of these "
+        f"reached: {reached}. Time is a roofline, memory a sum of live tensors.",
+    ]
+    if plan.note:
+        lines += ["", plan.note]
+    if any(model.tower for model in workload.models.values()):
+        lines += ["", "images are left out: the text of prompts is counted"]
+    return "\n".join(lines)
+
+
+def _advice_lines(plan: Plan, advised: list[Advice]) -> list[str]:
+    """Return what to change: what makes it fit, or else what makes it faster."""
+    if plan.lacks and not advised:
+        part, size = max(
+            (most(parts)[0] for parts in plan.alive.values()), key=lambda largest: largest[1]
+        )
+        reason = ""
+        if size > plan.limit:
+            reason = f" ({part} alone takes {size / GIB:.1f} GiB of {plan.limit / GIB:.1f})"
+        return [
+            "",
+            f"no settings that were tried make it fit{reason}: take more GPUs, or larger ones",
+        ]
+    title = "settings that make it fit, the fastest first"
+    if not plan.lacks:
+        title = "settings that may be faster"
+        advised = [advice for advice in advised if advice.changes]
+    lines = ["", title] if advised else []
+    for advice in advised[:MOST_ADVICE]:
+        memory = max(advice.plan.memory.values()) / GIB
+        flags = advice.flags or "(as it is)"
+        lines.append(f"  {advice.plan.step_seconds:7.1f} s {memory:7.1f} GiB  {flags}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,34 +1,28 @@
 """Whether a run fits its GPUs, and how long a step takes.
 
-What each model costs is in costs.py. Here is what is on a GPU at the same time, and what takes
-turns.
+What training each model costs is in costs.py. Here is what a config asks for, what is on a GPU at
+the same time, and what takes turns.
 """
 
+import dataclasses
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from minirl.base.errors import require
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
-from minirl.config.shared import MOST_SEQS, TrainingConfig
-from minirl.plan.cards import Card
-from minirl.plan.costs import (
-    BYTES,
-    OPTIMIZER,
-    PARAMETERS,
-    REACHED,
-    WIDE,
-    Cost,
-    CostModel,
-    Parts,
-    Training,
-    rule_flops,
-)
-from minirl.plan.sizes import ModelSizes
-from minirl.plan.workload import Role, Workload
+from minirl.config.shared import MOST_SEQS, EngineConfig, TrainingConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
+from minirl.plan import costs
+from minirl.plan.cards import GIB, Card, of_device
+from minirl.plan.costs import Load, Parts, Training
+from minirl.plan.sizes import ModelSizes, read_sizes
 
-GIB = 2**30
+if TYPE_CHECKING:
+    from minirl.parallel.mesh import Mesh
+
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
 # What is in no formula. Sizes are usual ones: they depend on driver, NCCL and vLLM.
 CONTEXT = 0.6 * GIB  # CUDA's context and loaded kernels.
@@ -43,235 +37,147 @@ HOST_SECONDS_PER_STEP = 2e-3
 HOST_SECONDS_PER_ANSWER = 1e-5
 EAGER_SECONDS_PER_LAYER = 2e-4
 SHORTEST_COLLECTIVE = 2e-5
+TRAINS = ("backward", "optimizer")  # Phases of a critic that are told.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a run takes on its fullest GPU."""
-
-    workload: Workload
-    card: Card
-    checkpointing: Checkpointing  # Of the policy: off, selective or full.
-    alive: dict[str, Parts]  # Most bytes at once by phase, and what they are for.
-    on_host: float  # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
-    kv_tokens: int | None  # Tokens in the KV cache of an engine; None: there is no engine.
-    # Of the same memory, in tokens, what the states of each sequence take; 0: no layer has any.
-    state_tokens: int
-    seconds: dict[str, float]  # Of a step, by phase.
-    wire: dict[str, float]  # Bytes that pass the link of a GPU in a step, by phase.
-    share_of_peak: float  # Of the card's multiplications, in forward and backward.
-    has_delta_nets: bool
-    # Bytes on a GPU that critic.share_base saves, or would save. 0: no critic could share the base.
-    shared_base: float
-
-    @property
-    def memory(self) -> dict[str, float]:
-        """Return most bytes at once, by phase."""
-        return {phase: sum(parts.values()) for phase, parts in self.alive.items()}
-
-    @property
-    def limit(self) -> float:
-        """Return the bytes that a GPU has for all this."""
-        return self.card.memory_gib * GIB * (1 - FRAGMENTS)
-
-    @property
-    def largest(self) -> str:
-        """Return the phase that needs most memory."""
-        memory = self.memory
-        return max(memory, key=lambda phase: memory[phase])
-
-    @property
-    def lacks(self) -> str:
-        """Return what does not fit; empty: all does."""
-        phase = self.largest
-        needed = self.memory[phase]
-        if needed > self.limit:
-            parts = self.alive[phase]
-            most = max(parts, key=lambda part: parts[part])
-            return (
-                f"{phase} needs {needed / GIB:.1f} GiB of {self.limit / GIB:.1f}; "
-                f"{parts[most] / GIB:.1f} are {most}"
-            )
-        if self.on_host > self.card.host_memory_gib * GIB:
-            return (
-                f"{self.on_host / GIB:.1f} GiB in the host's memory for each GPU, which has "
-                f"{self.card.host_memory_gib:.1f}"
-            )
-        engine = self.workload.engine
-        room = (self.kv_tokens or 0) - self.state_tokens
-        if engine and room < engine.max_model_len:
-            return (
-                f"the KV cache holds {max(0, room):,} tokens, less than one context of "
-                f"engine.max_model_len = {engine.max_model_len:,}"
-            )
-        return ""
-
-    @property
-    def step_seconds(self) -> float:
-        """Return the seconds of a step."""
-        return sum(self.seconds.values())
+# --------------------------------------------------------------------------------------------------
+# what a config asks for
 
 
-def make_plan(
-    workload: Workload,
-    sizes: Mapping[str, ModelSizes],
-    card: Card,
-    gpus_per_node: int,
-    *,
-    automatic: tuple[Checkpointing, ...] = CHECKPOINTING,
-    liger: bool = True,
-) -> Plan:
-    """Return the plan of a run.
+def reference_of(cfg: TrainingConfig) -> str | None:
+    """Return the setting of a run's reference; empty: as the policy; None: it has none."""
+    if isinstance(cfg, RLConfig):
+        return cfg.ref.model if cfg.algo.kl_coef or cfg.ref.model else None
+    if isinstance(cfg, KTOConfig) or (isinstance(cfg, DPOConfig) and not cfg.reference_cache):
+        return cfg.reference
+    return None
+
+
+def read_models(
+    cfg: TrainingConfig, configs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, ModelSizes]:
+    """Return the sizes of all models of a run. A reference that is the policy's base is none.
 
     Args:
-        workload: what the run does.
-        sizes: of its models, by the names of their roles.
-        card: the GPUs.
-        gpus_per_node: how many of them are linked.
-        automatic: what `policy.activation_checkpointing` auto may stand for: the first that fits.
-        liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
+        cfg: the config of the run.
+        configs: config values of `policy` and, where there are such models, of `critic`,
+            `reference` and `reward model`. Without an entry, critic and reference are like the
+            policy.
     """
-    wanted = workload.cfg.policy.activation_checkpointing
-    for checkpointing in automatic if wanted == "auto" else (wanted,):
-        costs = {}
-        for role in workload.roles:
-            training = training_of(
-                workload, role, sizes[role.name], card, gpus_per_node, checkpointing, liger=liger
-            )
-            costs[role.name] = CostModel(training).cost()
-        plan = assemble(workload, sizes, costs, card, checkpointing)
-        if not plan.lacks:
-            break
-    return plan
+    policy = configs["policy"]
+    models = {"policy": read_sizes(policy, cfg.policy, score=isinstance(cfg, RMConfig))}
+    if isinstance(cfg, RLConfig) and cfg.algo.advantage == "gae":
+        models["critic"] = read_sizes(configs.get("critic", policy), cfg.critic, score=True)
+    reference = reference_of(cfg)
+    lora = cfg.policy.lora
+    # As `frozen.is_base` has it.
+    is_base = lora.rank and not lora.modules_to_save and reference in ("", cfg.policy.model)
+    is_warmed = isinstance(cfg, RLConfig) and cfg.sft.num_steps > 0
+    if reference is not None and (is_warmed or not is_base):
+        models["reference"] = read_sizes(configs.get("reference", policy))
+    if "reward model" in configs:
+        models["reward model"] = read_sizes(configs["reward model"])
+    return models
 
 
-def training_of(
-    workload: Workload,
-    role: Role,
-    model: ModelSizes,
-    card: Card,
-    gpus_per_node: int,
-    checkpointing: Checkpointing,
-    *,
-    liger: bool = True,
-) -> Training:
-    """Return how a model of a run is trained. The arguments are those of `make_plan`."""
-    return Training(
-        model=model,
-        card=card,
-        gpus_per_node=gpus_per_node,
-        world_size=workload.world_size,
-        policy=role.policy,
-        parallel=workload.cfg.parallel,
-        load=workload.load,
-        loss=role.loss,
-        shares_base=role.shares_base,
-        fused=liger if role.policy.kernels == "auto" else role.policy.kernels != "torch",
-        checkpointing=checkpointing,
-    )
+class Workload:
+    """What a run does in a step. Of KTO the second pass of the reference is not in it.
 
-
-def assemble(
-    workload: Workload,
-    sizes: Mapping[str, ModelSizes],
-    costs: Mapping[str, Cost],
-    card: Card,
-    checkpointing: Checkpointing,
-) -> Plan:
-    """Return the plan of a run whose models cost so much. Arguments are those of `make_plan`."""
-    engine = Engine(workload, sizes["policy"], card)
-    policy = costs["policy"]
-    computing = policy.seconds["forward"] + policy.seconds["backward"]
-    on_host = sum(_on_host(workload, role, sizes[role.name]) for role in workload.roles)
-    if workload.engine and workload.engine.sleep_level == 1:
-        on_host += engine.weights
-    shared_base = 0.0
-    if "critic" in sizes and could_share_base(workload.cfg):
-        shared_base = _frozen_on_rank(workload, workload.roles[1], sizes["critic"])
-    return Plan(
-        workload=workload,
-        card=card,
-        checkpointing=checkpointing,
-        alive=_alive(workload, sizes["policy"], costs, engine),
-        on_host=on_host,
-        kv_tokens=engine.kv_tokens if workload.engine else None,
-        state_tokens=math.ceil(engine.state_tokens),
-        seconds=_seconds(workload, sizes["policy"], costs, engine, card),
-        wire=_wire(workload, policy, engine),
-        share_of_peak=policy.flops / computing / (card.tflops * 1e12),
-        has_delta_nets=any(layer.delta_net for m in sizes.values() for layer in m.layers),
-        shared_base=shared_base,
-    )
-
-
-def check_lower_bound(workload: Workload, model: ModelSizes, card: Card) -> None:
-    """Refuse a run whose sharded state and one layer alone do not fit.
-
-    Raises:
-        UserError: it cannot fit, whatever its batches are.
+    Args:
+        cfg: the config of the run. Lengths and dtypes must be resolved.
+        world_size: number of ranks.
+        models: the sizes of its models.
+        prompt: tokens of an average prompt; 0: as many as the config allows.
+        answer: the same of an answer.
     """
-    cfg = workload.cfg
-    if cfg.policy.cpu_offload:
-        return
-    of_state = {"device": 16, "8bit": 10, "offload": 8}[cfg.policy.optimizer_state]
-    if cfg.policy.optimizer == "muon" and of_state > 8:
-        of_state = (of_state + 8) // 2
-    frozen = _frozen_on_rank(workload, workload.roles[0], model)
-    trained = model.trained * of_state * cfg.parallel.replicate / workload.world_size
-    layer = max(layer.numel for layer in model.layers)
-    needed = frozen + trained + 2 * layer / cfg.parallel.tensor + CONTEXT
-    require(
-        needed <= card.memory_gib * GIB,
-        f"policy.model = {cfg.policy.model}: {model.parameters / 1e9:.1f}B parameters on "
-        f"{workload.world_size} ranks of {card.memory_gib:.1f} GiB: weights, gradients and the "
-        f"optimizer's state alone are {(frozen + trained) / GIB:.1f} GiB a rank "
-        f"(policy.optimizer_state = {cfg.policy.optimizer_state}, parallel.replicate = "
-        f"{cfg.parallel.replicate}); take more GPUs, policy.optimizer_state = offload or 8bit, "
-        "or policy.cpu_offload. `python -m minirl.plan` tries them",
-    )
+
+    def __init__(
+        self,
+        cfg: TrainingConfig,
+        world_size: int,
+        models: Mapping[str, ModelSizes],
+        prompt: int = 0,
+        answer: int = 0,
+    ):
+        self.cfg = cfg
+        self.world_size = world_size
+        self.models = models
+        self.num_updates = 1  # Optimizer steps.
+        self.engine: EngineConfig | None = None
+        self.bucket_bytes = 0  # On the wire at once in a refit.
+        is_pairs = isinstance(cfg, RMConfig | DPOConfig)
+        samples = 2 if is_pairs else 1
+        reads_logprobs = isinstance(cfg, KTOConfig) and cfg.algo.loss == "kto"
+        if isinstance(cfg, SupervisedConfig):
+            self.num_sequences = cfg.batch_size * samples  # Of a step, on all ranks.
+            prompt = prompt or cfg.data.max_tokens // 4
+            answer = answer or cfg.data.max_tokens - prompt
+        elif isinstance(cfg, RLConfig):
+            algo = cfg.algo
+            samples = cfg.rollout.samples_per_prompt
+            self.num_sequences = cfg.rollout.prompts_per_step * samples
+            prompt = prompt or cfg.data.max_prompt_tokens
+            answer = answer or cfg.env.max_tokens
+            self.num_updates = algo.num_epochs * algo.updates_per_step
+            reads_logprobs = self.num_updates > 1 or algo.entropy_share > 0
+            reads_logprobs |= algo.kl_in == "reward" and algo.kl_coef > 0
+            # A function of the user may read them.
+            reads_logprobs |= algo.advantage == "on_policy_distill" or ".py" in algo.advantage
+            self.bucket_bytes = cfg.refit.bucket_mb * 2**20
+            if not cfg.rollout.replay:
+                longest = cfg.engine.max_model_len + cfg.eval_extra_tokens
+                self.engine = dataclasses.replace(cfg.engine, max_model_len=longest)
+        # How often the policy computes log-probs before its first update: its own, and those of
+        # its base, if that is the reference.
+        is_reference = reference_of(cfg) is not None and "reference" not in models
+        self.num_annotations = reads_logprobs + is_reference
+
+        context = cfg.parallel.context
+        self.load = Load(  # Of a rank, in an optimizer step.
+            tokens=cfg.tokens_per_rank * context,
+            sequence=prompt + answer,
+            prompt=prompt,
+            samples=samples,
+            whole_groups=is_pairs,
+        )
+        data_size = max(1, world_size // (context * cfg.parallel.tensor))
+        updates = cfg.algo.updates_per_step if isinstance(cfg, RLConfig) else 1
+        num_on_rank = math.ceil(math.ceil(self.num_sequences / updates) / data_size)
+        self.load.num_micro = math.ceil(num_on_rank / self.load.num_answers)
+        self.load.tokens = self.load.rows(math.ceil(num_on_rank / self.load.num_micro))
 
 
 class Engine:
     """An engine on one GPU, or its part of one that several share."""
 
-    def __init__(self, workload: Workload, model: ModelSizes, card: Card):
+    def __init__(self, workload: Workload, cfg: EngineConfig, card: Card):
+        """Count what is on the GPU while it works."""
         self.workload = workload
-        self.model = model
+        self.cfg = cfg
         self.card = card
-        self.weights = 0.0  # Bytes, as the next.
-        self.total = 0.0
-        self.graphs = 0.0
-        self.kv_tokens = 0
-        self.state_bytes = 0.0  # Of a sequence, however long it is.
-        self.state_tokens = 0.0  # As many tokens take as much.
-        cfg = workload.engine
-        if cfg is None:
-            return
+        self.model = workload.models["policy"]
         self.ranks = cfg.tensor_parallel_size
         element = 4 if cfg.dtype == "float32" else 2
+        self.weights = self.model.parameters * element / self.ranks  # Bytes, as the next.
+        self.on_host = self.weights * (cfg.sleep_level == 1)
         self.graphs = 0.0 if cfg.enforce_eager else GRAPHS
-        self.weights = model.parameters * element / self.ranks
         self.kv_bytes = 0.0  # Of a token.
-        for layer, num in model.layers.items():
+        self.state_bytes = 0.0  # Of a sequence, however long it is.
+        state = self.model.config.get("mamba_ssm_dtype")  # Of Qwen3.5's configs.
+        for layer, num in self.model.layers.items():
             self.kv_bytes += num * layer.cached * max(1.0, layer.kv_heads / self.ranks) * element
             if layer.delta_net:
-                net = layer.delta_net
-                convolved = net.mixed * (net.convolution - 1) * element
-                recurrent = net.state * (model.state_bytes or element)
-                self.state_bytes += num * (convolved + recurrent) / self.ranks
-        self.state_tokens = self.state_bytes / self.kv_bytes
-        self.total = cfg.gpu_memory_utilization * card.memory_gib * GIB
+                state_size = layer.delta_net.values * layer.delta_net.key_dim
+                of_number = {"float32": 4, "bfloat16": 2, "float16": 2}.get(state, element)
+                self.state_bytes += num * state_size * of_number / self.ranks
+        # Tokens that take as much as the states of a sequence.
+        self.state_tokens = math.ceil(self.state_bytes / self.kv_bytes)
         without_cache = self.weights + ENGINE_WORKSPACE + self.graphs + CONTEXT
-        cache = self.total - without_cache
+        cache = cfg.gpu_memory_utilization * card.memory_gib * GIB - without_cache
         if cfg.kv_cache_gb:
             cache = cfg.kv_cache_gb * GIB
-            self.total = cache + without_cache
+        self.total = without_cache + cache
         self.kv_tokens = int(cache // self.kv_bytes)
-
-    @property
-    def received(self) -> float:
-        """Return the bytes of a refit from other ranks: this one has its own shard already."""
-        return self.weights * (1 - 1 / self.workload.world_size)
 
     def seconds(self) -> float:
         """Return the seconds of generating a step's answers.
@@ -279,193 +185,323 @@ class Engine:
         Each step of the engine reads the weights and all cached keys and values once, and reads and
         writes all states. Prompts are read once for all their answers.
         """
-        workload = self.workload
-        cfg = workload.engine
-        if cfg is None:
-            return 0.0
         model = self.model
-        num_sequences = workload.num_sequences / (workload.world_size / self.ranks)
-        length = workload.load.prompt + workload.answer / 2
-        at_once = min(
-            num_sequences,
-            cfg.max_num_seqs or MOST_SEQS,
-            max(1.0, self.kv_tokens / (length + self.state_tokens)),
-        )
-        bandwidth = self.card.bandwidth_gb * 1e9 * REACHED["memory"]
-        flops = self.card.tflops * 1e12 * REACHED["matmul"]
-        work_of_token = (2 * model.active_parameters + rule_flops(model)) / self.ranks
+        load = self.workload.load
+        num_sequences = self.workload.num_sequences * self.ranks / self.workload.world_size
+        length = load.prompt + load.answer / 2
+        room = max(1.0, self.kv_tokens / (length + self.state_tokens))
+        at_once = min(num_sequences, self.cfg.max_num_seqs or MOST_SEQS, room)
         of_sequence = length * self.kv_bytes + 2 * self.state_bytes
-        reading = (self.weights + at_once * of_sequence) / bandwidth
-        step = max(reading, at_once * work_of_token / flops)
-        if cfg.enforce_eager:
+        reading = self.card.moving(self.weights + at_once * of_sequence)
+        of_token = self.card.computing(costs.forward_flops(model, 1, 1, 0) / self.ranks)
+        step = max(reading, at_once * of_token)
+        if self.cfg.enforce_eager:
             step = max(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
         step += HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * at_once
         if self.ranks > 1:  # A sum after attention and one after the MLP.
             summed = 2 * at_once * model.hidden * 2 * (1 - 1 / self.ranks)
-            sending = summed / (self.card.link_gb * 1e9 * REACHED["wire"])
-            step += 2 * model.num_layers * (SHORTEST_COLLECTIVE + sending)
+            step += 2 * model.num_layers * (SHORTEST_COLLECTIVE + self.card.sending(summed))
         waves = max(1.0, num_sequences / at_once)
-        prompts = num_sequences / workload.load.samples * workload.load.prompt
-        return waves * workload.answer * step + prompts * work_of_token / flops
+        prompts = num_sequences / load.samples * load.prompt
+        return waves * load.answer * step + prompts * of_token
 
-
-def _alive(
-    workload: Workload, model: ModelSizes, costs: Mapping[str, Cost], engine: Engine
-) -> dict[str, Parts]:
-    """Return what is on the device in each phase. `model`: the policy's."""
-    policy = costs["policy"]
-    always = {"CUDA context": CONTEXT}
-    if workload.world_size > 1:
-        always["NCCL"] = NCCL
-    phases: dict[str, Parts] = {}
-    asleep = dict(always)
-    # The optimizer's state sleeps until the first step, if an engine has put it to sleep.
-    sleeping: set[str] = set()
-    if workload.engine:
-        phases["rollout"] = {"engine": engine.total, "NCCL": always.get("NCCL", 0.0)}
-        phases["refit"] = {
-            **always,
-            "engine's weights": engine.weights,
-            "engine's graphs": engine.graphs,
-            PARAMETERS: policy.parameters - _asleep_in_refit(workload, model),
+    def in_refit(self, policy: Training) -> Parts:
+        """Return what is on the device while it gets the policy's weights."""
+        merged = 0.0
+        bucket = self.workload.bucket_bytes
+        if policy.model.adapters:
+            # The adapters, the shards of a bucket, and the largest weight while it is merged, or
+            # the embedding, which only is copied.
+            sizes = [2 * m.numel for m, _ in policy.model.matrices if m.rank]
+            largest = max(policy.model.vocabulary * policy.model.hidden, *sizes) * policy.element
+            merged = costs.WIDE * policy.model.adapters + bucket * self.ranks + largest
+            merged /= policy.shards * policy.tensor
+        return {
+            "engine's weights": self.weights,
+            "engine's graphs": self.graphs,
+            costs.PARAMETERS: policy.parameters - policy.sleeping_base,
             # Two buckets, each with one to send and one to receive.
-            "buffers": 4.0 * workload.bucket_bytes if workload.world_size > 1 else 0.0,
-            "merged adapters": _merged(workload, model),
+            "buffers": 4.0 * bucket if self.workload.world_size > 1 else 0.0,
+            "merged adapters": merged,
         }
-        asleep["engine's graphs"] = engine.graphs
-        if workload.engine.sleep_level == 0:
-            asleep["engine"] = engine.total
-        sleeping = {"annotate"}
-        if workload.num_updates == 1:
-            sleeping = {"annotate", "forward", "backward"}
-    for phase, parts in policy.alive.items():
-        if phase != "annotate" or workload.num_annotations:
-            phases[phase] = asleep | parts
-            if phase in sleeping:
-                phases[phase].pop(OPTIMIZER)
-    for role in workload.roles[1:]:
+
+
+# --------------------------------------------------------------------------------------------------
+# the plan
+
+
+class Plan:
+    """What a run takes on its fullest GPU.
+
+    Args:
+        workload: what the run does.
+        card: the GPUs.
+        gpus_per_node: how many of them are linked.
+        checkpointing: of the policy: off, selective or full.
+        liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        card: Card,
+        gpus_per_node: int,
+        checkpointing: Checkpointing,
+        *,
+        liger: bool = True,
+    ):
+        self.workload = workload
+        self.card = card
+        self.checkpointing = checkpointing
+        self.limit = card.memory_gib * GIB * (1 - FRAGMENTS)  # Bytes that a GPU has for all this.
+        self.engine = Engine(workload, workload.engine, card) if workload.engine else None
+        self.trained: dict[str, Training] = {}
+        cfg = workload.cfg
+        for name, model in workload.models.items():
+            critic = cfg.critic if isinstance(cfg, RLConfig) and name == "critic" else None
+            policy = critic or cfg.policy
+            score: costs.LossName = "value" if critic else "reward"
+            has_score = critic or (isinstance(cfg, RMConfig) and name == "policy")
+            self.trained[name] = Training(
+                model=model,
+                card=card,
+                gpus_per_node=gpus_per_node,
+                world_size=workload.world_size,
+                policy=policy,
+                parallel=cfg.parallel,
+                load=workload.load,
+                loss=score if has_score else "policy" if name == "policy" else "frozen",
+                shares_base=critic is not None and critic.share_base,
+                fused=liger if policy.kernels == "auto" else policy.kernels != "torch",
+                checkpointing=checkpointing,
+            )
+        # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
+        self.on_host = self.engine.on_host if self.engine else 0.0
+        for training in self.trained.values():
+            self.on_host += training.on_host(sleeps=self.engine is not None)
+        self.alive = self._alive()  # Most bytes at once by phase, and what they are for.
+        sums = {phase: sum(parts.values()) for phase, parts in self.alive.items()}
+        self.memory = dict(most(sums))
+        self.seconds = self._seconds()  # Of a step, by phase.
+        self.step_seconds = sum(self.seconds.values())
+
+    @property
+    def lacks(self) -> str:
+        """Return what does not fit; empty: all does."""
+        phase, needed = most(self.memory)[0]
+        if needed > self.limit:
+            part, size = most(self.alive[phase])[0]
+            return (
+                f"{phase} needs {needed / GIB:.1f} GiB of {self.limit / GIB:.1f}; "
+                f"{size / GIB:.1f} are {part}"
+            )
+        on_host = self.on_host / GIB
+        room = self.card.host_memory_gib
+        if on_host > room:
+            return f"{on_host:.1f} GiB in the host's memory for each GPU, which has {room:.1f}"
+        if self.engine:
+            tokens = max(0, self.engine.kv_tokens - self.engine.state_tokens)
+            longest = self.engine.cfg.max_model_len
+            if tokens < longest:
+                return (
+                    f"the KV cache holds {tokens:,} tokens, less than one context of "
+                    f"engine.max_model_len = {longest:,}"
+                )
+        return ""
+
+    @property
+    def verdict(self) -> str:
+        """Return whether it fits, and with which checkpointing."""
+        phase, size = most(self.memory)[0]
+        if self.lacks:
+            return f"DOES NOT FIT: {self.lacks}"
+        return (
+            f"fits with activation checkpointing {self.checkpointing}: at most "
+            f"{size / GIB:.1f} of {self.limit / GIB:.1f} GiB ({phase})"
+        )
+
+    @property
+    def note(self) -> str:
+        """Return with which kernels gated delta nets are counted; empty: there are none."""
+        models = self.workload.models.values()
+        if not any(layer.delta_net for model in models for layer in model.layers):
+            return ""
+        return (
+            "gated delta nets are counted as the kernels of the extra hybrids compute them "
+            "(flash-linear-attention, causal-conv1d); without these they take more memory and time"
+        )
+
+    def _alive(self) -> dict[str, Parts]:
+        """Return what is on the device in each phase."""
+        workload = self.workload
+        engine = self.engine
+        policy = self.trained["policy"]
+        asleep = {"CUDA context": CONTEXT, "NCCL": NCCL if workload.world_size > 1 else 0.0}
         others = {"policy's parameters": policy.parameters}
-        if not workload.engine:
+        phases: dict[str, Parts] = {}
+        # The optimizer's state sleeps until the first step, if an engine has put it to sleep.
+        sleeping: tuple[str, ...] = ()
+        if engine:
+            phases["rollout"] = {"engine": engine.total, "NCCL": asleep["NCCL"]}
+            phases["refit"] = asleep | engine.in_refit(policy)
+            asleep["engine's graphs"] = engine.graphs
+            asleep["engine"] = engine.total if engine.cfg.sleep_level == 0 else 0.0
+            sleeping = ("annotate", "forward", "backward")[: 3 if workload.num_updates == 1 else 1]
+        else:
             others["policy's optimizer state"] = policy.optimizer
-        for phase in ("backward", "optimizer") if role.loss == "value" else ("annotate",):
-            phases[f"{role.name}, {phase}"] = asleep | others | costs[role.name].alive[phase]
-    return phases
+        for name, training in self.trained.items():
+            for phase, parts in training.alive.items():
+                if name == "policy" and (phase != "annotate" or workload.num_annotations):
+                    phases[phase] = asleep | parts
+                    if phase in sleeping:
+                        phases[phase].pop(costs.OPTIMIZER)
+                elif name != "policy" and (phase in TRAINS or not training.trains):
+                    phases[f"{name}, {phase}"] = asleep | others | parts
+        return phases
+
+    def _seconds(self) -> dict[str, float]:
+        """Return the seconds of a step's phases: the longer of computing and sending."""
+        workload = self.workload
+        engine = self.engine
+        card = self.card
+        policy = self.trained["policy"]
+        seconds: dict[str, float] = {}
+        if engine:
+            seconds["rollout"] = engine.seconds()
+            # A rank has its own shard already.
+            seconds["refit"] = card.sending(engine.weights * (1 - 1 / workload.world_size))
+            if policy.model.adapters:
+                merged = MERGE_BYTES * policy.model.parameters / policy.shards / policy.tensor
+                seconds["refit"] += card.moving(merged) + card.to_host(policy.sleeping_base)
+            moved = sum(
+                training.parameters + training.optimizer for training in self.trained.values()
+            )
+            seconds["sleep_wake"] = card.to_host(2 * (moved + engine.on_host))
+        num_micro = workload.load.num_micro * workload.num_updates
+        for phase in ("annotate", "forward", "backward", "optimizer"):
+            total = 0.0
+            for name, training in self.trained.items():
+                if phase in training.seconds:
+                    is_policy = (name, phase) == ("policy", "annotate")
+                    times = workload.num_annotations if is_policy else 1
+                    total += times * max(training.seconds[phase], training.wire_seconds[phase])
+            if total:
+                times = num_micro if phase != "optimizer" else workload.num_updates
+                seconds[phase] = times * total
+        return seconds
 
 
-def _merged(workload: Workload, model: ModelSizes) -> float:
-    """Return the bytes that a refit needs to merge adapters into the base, which sleeps.
+def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
+    """Return the largest sizes and their names, the largest first."""
+    return sorted(sizes.items(), key=lambda item: -item[1])[:num]
 
-    These are the adapters, of which a rank has all that its shards need; the merged shards of a
-    bucket; and the largest weight while it is merged, or the embedding, which only is copied.
+
+def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool = True) -> Plan:
+    """Return the plan of a run, with the first checkpointing that fits if it is auto.
+
+    The arguments are those of `Plan`.
     """
-    if not model.is_adapted or workload.engine is None:
-        return 0.0
-    shards = workload.world_size / workload.cfg.parallel.replicate
-    element = BYTES[workload.roles[0].policy.dtype]
-    adapters = 0.0
-    largest = model.vocabulary * model.hidden * element
-    for m, num in model.all_matrices():
-        of_a = m.rank * m.inputs * max(1, m.experts)
-        adapters += num * ((m.adapter - of_a) / shards + of_a / (shards if m.experts else 1))
-        if m.rank:
-            largest = max(largest, m.numel * 2 * element)
-    bucket = workload.bucket_bytes * workload.engine.tensor_parallel_size / shards
-    return WIDE * adapters + bucket + largest / shards
+    wanted = workload.cfg.policy.activation_checkpointing
+    for checkpointing in CHECKPOINTING if wanted == "auto" else (wanted,):
+        plan = Plan(workload, card, gpus_per_node, checkpointing, liger=liger)
+        if not plan.lacks:
+            break
+    return plan
 
 
-def _asleep_in_refit(workload: Workload, model: ModelSizes) -> float:
-    """Return the bytes of a rank's part of a base that has adapters, which a refit reads copies of.
+# --------------------------------------------------------------------------------------------------
+# what a training program says of it
 
-    With cpu_offload it is on the host in any case.
+
+def announce(
+    cfg: TrainingConfig, configs: Mapping[str, Mapping[str, Any]], mesh: "Mesh"
+) -> tuple[Plan, list[str]]:
+    """Return the plan of a run, and what a training program says of it before it loads anything.
+
+    Nothing is said about time: a step took 1.6 times its roofline when that was measured. On CPU
+    nothing sleeps, and the lines compare the tensors of a rank with its share of the memory.
+
+    Args:
+        cfg: the config of the run.
+        configs: as `read_models` takes them.
+        mesh: of the run.
+
+    Raises:
+        UserError: weights, gradients and optimizer state do not fit the ranks' devices.
     """
-    role = workload.roles[0]
-    if not model.is_adapted or role.policy.cpu_offload:
-        return 0.0
-    return _frozen_on_rank(workload, role, model)
+    import torch  # here, because `python -m minirl.plan` answers without it
+
+    from minirl.model import fused
+
+    workload = Workload(cfg, mesh.world_size, read_models(cfg, configs))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
+    is_cuda = mesh.device.type == "cuda"
+    name = "CPU"
+    memory = host_memory() // per_node
+    if is_cuda:
+        properties = torch.cuda.get_device_properties(mesh.device)
+        name = properties.name
+        memory = properties.total_memory
+    # All ranks must come to the same plan: that of the one with the least memory.
+    card = of_device(name, -int(mesh.maxima(torch.tensor([-memory]))))
+    if is_cuda:
+        plan = make_plan(workload, card, per_node, liger=fused.has_liger())
+        lines = short(plan)
+    else:
+        wanted = cfg.policy.activation_checkpointing
+        checkpointing: Checkpointing = "off" if wanted == "auto" else wanted
+        plan = Plan(workload, card, per_node, checkpointing, liger=False)
+        parts = plan.alive["backward"] | {costs.OPTIMIZER: plan.alive["optimizer"][costs.OPTIMIZER]}
+        for overhead in ("CUDA context", "NCCL", "engine's graphs"):
+            parts.pop(overhead, None)
+        if plan.engine:
+            parts["engine's weights"] = plan.engine.weights
+            parts["KV cache"] = (plan.engine.cfg.kv_cache_gb or 1.0) * GIB
+        needed = sum(parts.values()) / GIB
+        verdict = "may not fit" if needed > card.memory_gib else "fits"
+        largest = [f"{part} {n / GIB:.2f}" for part, n in most(parts, 5) if n > 0.005 * GIB]
+        lines = [
+            f"{verdict}: {needed:.2f} GiB of tensors a rank of {card.memory_gib:.1f} GiB, this "
+            f"machine's memory over its {per_node} ranks",
+            f"GiB a rank: {', '.join(largest)}",
+            "no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
+        ]
+    check_lower_bound(plan)
+    return plan, [f"plan: {line}" for line in (*lines, plan.note) if line]
 
 
-def _frozen_on_rank(workload: Workload, role: Role, model: ModelSizes) -> float:
-    """Return the bytes of a rank's part of a model's frozen weights."""
-    frozen = model.frozen_bytes(BYTES[role.policy.dtype], WIDE)
-    return frozen * workload.cfg.parallel.replicate / workload.world_size
+def host_memory() -> int:
+    """Return the memory of this machine in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def could_share_base(cfg: TrainingConfig) -> bool:
-    """Return whether critic.share_base is possible: both models are adapters of one base."""
-    if not isinstance(cfg, RLConfig):
-        return False
-    policy = cfg.policy
-    critic = cfg.critic
-    alike = (policy.dtype, policy.cpu_offload, policy.lora.quantization) == (
-        critic.dtype,
-        critic.cpu_offload,
-        critic.lora.quantization,
+def check_lower_bound(plan: Plan) -> None:
+    """Refuse a run whose sharded weights, gradients and optimizer state alone do not fit.
+
+    Raises:
+        UserError: it cannot fit, whatever its batches are.
+    """
+    cfg = plan.workload.cfg
+    model = plan.workload.models["policy"]
+    at_step = plan.alive["optimizer"]
+    state = at_step[costs.PARAMETERS] + at_step[costs.GRADIENTS] + at_step[costs.OPTIMIZER]
+    require(
+        state + CONTEXT <= plan.card.memory_gib * GIB,
+        f"policy.model = {cfg.policy.model}: {model.parameters / 1e9:.1f}B parameters on "
+        f"{plan.workload.world_size} ranks of {plan.card.memory_gib:.1f} GiB: weights, gradients "
+        f"and the optimizer's state alone are {state / GIB:.1f} GiB a rank "
+        f"(policy.optimizer_state = {cfg.policy.optimizer_state}, parallel.replicate = "
+        f"{cfg.parallel.replicate}); take more GPUs, policy.optimizer_state = offload or 8bit, "
+        "or policy.cpu_offload. `python -m minirl.plan` tries them",
     )
-    return bool(policy.lora.rank and critic.lora.rank and not critic.model) and alike
 
 
-def _on_host(workload: Workload, role: Role, model: ModelSizes) -> float:
-    """Return the bytes of a model in the host's memory: what sleeps there, or lives there."""
-    share = workload.cfg.parallel.replicate / workload.world_size
-    if role.loss == "frozen":
-        return 2 * model.parameters * share
-    state = {"device": 8, "8bit": 2, "offload": 8}[role.policy.optimizer_state]
-    trained = model.trained * share
-    frozen = 0.0 if role.shares_base else _frozen_on_rank(workload, role, model)
-    if role.policy.cpu_offload:
-        return frozen + (4 + 4 + state) * trained  # Gradients, too.
-    if workload.engine:
-        return frozen + (4 + state) * trained
-    return state * trained if role.policy.optimizer_state == "offload" else 0.0
-
-
-def _seconds(
-    workload: Workload,
-    model: ModelSizes,
-    costs: Mapping[str, Cost],
-    engine: Engine,
-    card: Card,
-) -> dict[str, float]:
-    """Return the seconds of a step's phases: the longer of computing and sending."""
-    num_micro = workload.load.num_micro * workload.num_updates
-    seconds: dict[str, float] = {}
-    if workload.engine:
-        host = card.host_gb * 1e9
-        seconds["rollout"] = engine.seconds()
-        seconds["refit"] = engine.received / (card.link_gb * 1e9 * REACHED["wire"])
-        if model.is_adapted:
-            merged = MERGE_BYTES * model.parameters * workload.cfg.parallel.replicate
-            bandwidth = card.bandwidth_gb * 1e9 * REACHED["memory"]
-            seconds["refit"] += merged / workload.world_size / bandwidth
-            seconds["refit"] += _asleep_in_refit(workload, model) / host
-        moved = sum(2 * (cost.parameters + cost.optimizer) for cost in costs.values())
-        if workload.engine.sleep_level == 1:
-            moved += 2 * engine.weights
-        seconds["sleep_wake"] = moved / host
-
-    def longer(cost: Cost, phase: str) -> float:
-        return max(cost.seconds[phase], cost.wire_seconds[phase])
-
-    annotate = workload.num_annotations * longer(costs["policy"], "annotate")
-    annotate += sum(longer(costs[role.name], "annotate") for role in workload.roles[1:])
-    if annotate:
-        seconds["annotate"] = num_micro * annotate
-    trained = [costs[role.name] for role in workload.roles if role.loss != "frozen"]
-    for phase in ("forward", "backward"):
-        seconds[phase] = num_micro * sum(longer(cost, phase) for cost in trained)
-    of_step = sum(longer(cost, "optimizer") for cost in trained)
-    seconds["optimizer"] = workload.num_updates * of_step
-    return seconds
-
-
-def _wire(workload: Workload, policy: Cost, engine: Engine) -> dict[str, float]:
-    """Return the bytes that pass the link of a GPU in a step, by phase."""
-    num_micro = workload.load.num_micro * workload.num_updates
-    wire: dict[str, float] = {}
-    if workload.engine:
-        wire["refit"] = engine.received
-    if workload.num_annotations:
-        wire["annotate"] = num_micro * workload.num_annotations * policy.wire["annotate"]
-    for phase in ("forward", "backward"):
-        wire[phase] = num_micro * policy.wire[phase]
-    return wire
+def short(plan: Plan) -> list[str]:
+    """Return the lines of a run on GPUs."""
+    memory = ", ".join(f"{phase} {size / GIB:.1f}" for phase, size in most(plan.memory, 4))
+    cache = f"; KV cache {max(0, plan.engine.kv_tokens):,} tokens an engine" if plan.engine else ""
+    return [
+        plan.verdict,
+        f"GiB a GPU of {plan.card.memory_gib:.1f} GiB: {memory}{cache}",
+        "by formulas; python -m minirl.plan has the roofline of a step's time, and advice",
+    ]

@@ -23,7 +23,7 @@ from minirl.config.rl import DebugConfig, RLConfig
 from minirl.model import build
 from minirl.parallel.mesh import Mesh
 from minirl.plan import cards
-from minirl.plan.costs import rule_flops
+from minirl.plan.costs import forward_flops
 from minirl.plan.sizes import ModelSizes, read_sizes
 from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.types.packed import Trajectory
@@ -187,10 +187,7 @@ def count_work(minibatches: list[Minibatch], mesh: Mesh) -> StepWork:
 
 def flops(model: ModelSizes, work: StepWork) -> float:
     """Return the floating-point operations of forward and backward over the work."""
-    in_layers = model.active_in_layers * work.rows
-    in_head = model.hidden * model.vocabulary * work.loss_rows
-    attention = work.pairs * sum(num * layer.queries for layer, num in model.layers.items())
-    return 6 * (in_layers + in_head) + 12 * attention + 3 * rule_flops(model) * work.rows
+    return 3 * forward_flops(model, work.rows, work.loss_rows, work.pairs)
 
 
 def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
@@ -224,8 +221,8 @@ class Meter:
         self.models: list[ModelSizes] = []  # Those that are trained.
         self.peak = 0.0  # Operations a second, of all ranks; 0: no GPU that the planner knows.
         if self.mesh.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.mesh.device)
-            self.peak = cards.peak_tflops(name) * 1e12 * self.mesh.world_size
+            card = cards.named(torch.cuda.get_device_name(self.mesh.device))
+            self.peak = card.tflops * 1e12 * self.mesh.world_size if card else 0.0
         self.add(policy)
 
     def add(self, model: Policy) -> None:

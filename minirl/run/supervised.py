@@ -25,7 +25,6 @@ from minirl.data.tokenizer import stop_token_ids
 from minirl.model import build, checks
 from minirl.parallel.machines import errors_of_all, ranks_of_node
 from minirl.parallel.mesh import Mesh
-from minirl.plan.workload import supervised_workload
 from minirl.run.inputs import (
     Inputs,
     check_output,
@@ -110,8 +109,7 @@ class SupervisedTrainer(BaseTrainer):
             # 3. Models.
             self.check_model()
             make_scratch(cfg, mesh)
-            models = {"policy": files.config.to_dict()}
-            self.announce(supervised_workload(cfg, mesh.world_size, models))
+            self.announce({"policy": files.config.to_dict()})
             self.policy = self.load_model(cfg.policy, files.folder, score=self.task.score_head)
             self.ref = self.load_reference()
             description = f"{len(self.rows)} rows, {len(self.held_out)} held out"

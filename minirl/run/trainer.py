@@ -27,8 +27,7 @@ from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.config.values import to_yaml
 from minirl.model import causal
 from minirl.parallel.mesh import Mesh
-from minirl.plan.page import announce
-from minirl.plan.workload import Workload
+from minirl.plan.plan import announce
 from minirl.rollout import records
 from minirl.run import results
 from minirl.run.inputs import choose_dtype
@@ -307,15 +306,18 @@ class BaseTrainer(abc.ABC):
         # What policy.activation_checkpointing = auto stands for; `announce` finds it out.
         self.checkpointing: Checkpointing = "off"
 
-    def announce(self, workload: Workload) -> None:
+    def announce(self, configs: Mapping[str, Mapping[str, Any]]) -> None:
         """Say what the planner's formulas find, and settle the kind of activation checkpointing.
 
         Call it when the config is checked and no model is loaded yet.
 
+        Args:
+            configs: values of the models' configs, by role.
+
         Raises:
             UserError: weights, gradients and optimizer state do not fit the ranks' devices.
         """
-        plan, lines = announce(workload, self.mesh)
+        plan, lines = announce(self.cfg, configs, self.mesh)
         self.checkpointing = plan.checkpointing
         if self.mesh.rank == 0:
             for line in lines:
