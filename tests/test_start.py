@@ -15,7 +15,7 @@ import pytest
 import tiny
 from benchmarks import fits
 from minirl.base.errors import UserError
-from minirl.config import named
+from minirl.config import validate
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
@@ -153,14 +153,14 @@ def test_what_may_be_a_model_is_left_to_who_opens_it(model, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for folder in ("there", "runs/there"):
         Path(folder).mkdir(parents=True)
-    named.check_model(model, "policy.model")
+    validate.check_model(model, "policy.model")
 
 
 @pytest.mark.parametrize("model", ["", "a/b/c", "./a", "/a/b", "../a", "~/a", "runs/a", "a b"])
 def test_what_can_be_no_model_is_refused(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="policy.model = .* neither a folder nor a hub id"):
-        named.check_model(model, "policy.model")
+        validate.check_model(model, "policy.model")
 
 
 # --------------------------------------------------------------------------------------------------
