@@ -678,7 +678,7 @@ BAD = {
     "smoothing of another loss": (
         "dpo",
         ["--algo.loss", "ipo", "--algo.label-smoothing", 0.1],
-        ["algo.label_smoothing = 0.1 belongs to algo.loss = sigmoid"],
+        ["algo.label_smoothing = 0.1, algo.loss = 'ipo': it belongs to the loss sigmoid"],
     ),
     "no beta": ("dpo", ["--algo.beta", 0], ["algo.beta = 0.0 should be greater than 0"]),
     "nobody loads it": (
