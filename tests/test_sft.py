@@ -796,7 +796,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
         assert re.search(rf"^{title} +[\d.,]+$", ended.out, re.MULTILINE), ended.out
     assert (
         re.search(r"\d+ rows, 6 held out; writing", ended.err)
-        and re.search(r"step \d: of \d+ rows \d cut to 48 tokens, 0 dropped", ended.err)
+        and re.search(r"step \d: of \d+ rows, up to data.max_tokens = 48: rows_cut \d, ", ended.err)
         and ended.err.count("perplexity") == 4
     )
     summary = json.loads((output / "summary.json").read_text())

@@ -183,12 +183,13 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
     if (folder / "generation_config.json").exists():
         with library_reads(where):
             eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids.update(eos if isinstance(eos, list) else [eos])
-        ids.discard(None)
-        require(
-            all(type(token) is int and token >= 0 for token in ids),
-            f"{where} has eos_token_id = {eos!r}; give the number of a token, or a list of numbers",
-        )
+        for token in eos if isinstance(eos, list) else [eos]:
+            require(
+                token is None or (type(token) is int and token >= 0),
+                f"{where} has eos_token_id = {eos!r}; give the number of a token, or a list of "
+                "numbers",
+            )
+            ids.add(token)
     ids.discard(None)
     require(
         ids,
