@@ -15,6 +15,9 @@ from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
 # name -> the bytes of a file, and what the message must say
 FILES = {
     "UTF-16": ("seed: 1".encode("utf-16"), "is not UTF-8 text.*save it as UTF-8"),
@@ -27,6 +30,12 @@ FILES = {
     "key twice in a section": (b"policy: {lr: 1, lr: 2}", "'lr' is there twice"),
     "key twice below": (b"policy:\n  scratch:\n    head_dim: 32\n    head_dim: 64", "head_dim"),
     "merge key twice": (b"policy: {<<: {lr: 1}, <<: {lr: 2}}", "'<<' is there twice"),
+    "billion laughs": (BOMB.encode(), "more than 10000 values.*without aliases"),
+    "laughs in a section": (b"policy:\n" + re.sub("^", "  ", BOMB, flags=re.M).encode(), "aliases"),
+    "a list in itself": (b"a: &a [*a]", "without aliases"),
+    "a mapping in itself": (b"policy: &a {lr: *a}", "without aliases"),
+    "100,000 brackets": (b"[" * 100_000, "RecursionError"),
+    "100,000 braces": (b"{a: " * 100_000, "RecursionError"),
     "5,000 digits": (b"seed: " + b"9" * 5000, "4300 digits"),
     "a 99th month": (b"output: 2024-99-99", "month must be in"),
     "!!bool": (b"resume: !!bool maybe", "not valid YAML: KeyError: 'maybe'"),
@@ -37,6 +46,7 @@ FILES = {
     "unknown tag": (b"output: !mine a", "not valid YAML.*constructor"),
     "list as a key": (b"? [a]\n: 1", "unhashable key"),
     "mapping as a key": (b"? {a: 1}\n: 1", "unhashable key"),
+    "date as a key": (b"2024-01-01: 3", "unknown setting 2024-01-01"),
     "null as a key": (b"null: 3", "unknown setting null"),
     "bool as a key": (b"true: 3", "unknown setting true"),
     "number as a key": (b"1.5: 3", "unknown setting 1.5"),

@@ -513,6 +513,8 @@ def test_the_sweep_finds_the_reason_that_the_page_gives(tmp_path, other):
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0 cuts queries and keys in place"),
         ("qwen2_moe", {"use_sliding_window": True}, "sliding_window = 4096 .* a model with use_sl"),
         ("olmoe", {"sliding_window": 12}, "sliding_window = 12 .* take it out of config.json"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu', and gated delta nets"),
+        ("qwen3_5_text", {"hidden_act": "relu"}, "hidden_act = 'relu', and gated delta nets"),
     ],
 )
 def test_settings_that_packing_would_change_are_refused(family, values, named):
@@ -521,11 +523,47 @@ def test_settings_that_packing_would_change_are_refused(family, values, named):
     checks.check_supported(AutoConfig.for_model(family), "policy.model = x")
 
 
-@pytest.mark.parametrize("name", ["head_dim", "global_head_dim"])
-def test_heads_of_gemma4_that_the_engine_on_cpu_lacks_are_refused(name):
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "dots1"])
+def test_a_mixture_without_the_shared_experts_of_its_family_is_refused(family):
+    config = AutoConfig.for_model(family, n_shared_experts=0)
+    with pytest.raises(UserError, match="policy.model = x: n_shared_experts = 0 in its config"):
+        checks.check_supported(config, "policy.model = x")
+
+
+def test_values_larger_than_queries_are_refused():
+    config = AutoConfig.for_model("deepseek_v3", v_head_dim=193)
+    with pytest.raises(UserError, match="v_head_dim = 193 .* = 192, and no kernel has values"):
+        checks.check_supported(config, "policy.model = x")
+    checks.check_supported(AutoConfig.for_model("deepseek_v3", v_head_dim=192), "x")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"enable_moe_block": True}, "num_experts = None in its config.json"),
+        ({"head_dim": 20}, "head_dim = 20, and vLLM's CPU build"),
+        ({"global_head_dim": 500}, "head_dim = 500, and vLLM's CPU build"),
+        ({"global_head_dim": 31}, "head_dim = 31 must be even"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_attention_heads = 8 is not a multiple of num_key_value_heads = 3",
+        ),
+    ],
+)
+def test_sizes_of_gemma4_that_cannot_be_are_refused(values, named):
     checks.check_supported(AutoConfig.for_model("gemma4_text"), "policy.model = x", device="cpu")
-    config = AutoConfig.for_model("gemma4_text", **{name: 20})
-    with pytest.raises(UserError, match="policy.model = x: head_dim = 20, and vLLM's CPU build"):
+    config = AutoConfig.for_model("gemma4_text", **values)
+    with pytest.raises(UserError, match=f"policy.model = x: {named}"):
+        checks.check_supported(config, "policy.model = x", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["kv_lora_rank", "qk_rope_head_dim"])
+def test_latent_attention_of_another_size_is_refused_on_cpu(name):
+    config = AutoConfig.for_model("deepseek_v3")
+    checks.check_supported(config, "policy.model = x", device="cpu")
+    config = AutoConfig.for_model("deepseek_v3", **{name: 256})
+    checks.check_supported(config, "policy.model = x", device="cuda")
+    with pytest.raises(UserError, match=f"{name} = 256, and vLLM's CPU build has latent attention"):
         checks.check_supported(config, "policy.model = x", device="cpu")
 
 

@@ -52,16 +52,24 @@ def load(mesh, folder):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [set_last(torch.nan), set_last(-torch.inf), lambda t: t.double() * 1e200],
-    ids=["nan", "inf", "beyond float32"],
+    ("change", "message"),
+    [
+        (set_last(torch.nan), "has NaN or infinity"),
+        (set_last(-torch.inf), "has NaN or infinity"),
+        (lambda t: t.to(torch.int8), "is of dtype I8; take a model that is not quantized"),
+        (lambda t: t.to(torch.int64), "is of dtype I64"),
+        (lambda t: t > 0, "is of dtype BOOL"),
+        (lambda t: t.to(torch.float8_e4m3fn), "is of dtype F8_E4M3"),
+        (lambda t: t.double() * 1e200, "has NaN or infinity"),
+    ],
+    ids=["nan", "inf", "int8", "int64", "bool", "float8", "beyond float32"],
 )
-def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, change):
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, change, message):
     folder = spoiled(tmp_path / "model", WEIGHT, change)
-    with pytest.raises(RankFailed, match="has NaN or infinity") as error:
+    with pytest.raises(RankFailed, match=message) as error:
         ranks(2, load, folder)
     assert error.value.kind == "UserError"
-    assert error.value.text.startswith(f"policy.model = {folder}: {WEIGHT} has NaN")
+    assert error.value.text.startswith(f"policy.model = {folder}: {WEIGHT} {message[:6]}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -5,6 +5,7 @@ the error message of a value that its type refuses. Values are written in YAML f
 flags, and in `NAME?option=value`.
 """
 
+import datetime
 import json
 import re
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from urllib.parse import parse_qsl
 import yaml
 from pydantic import Field
 
-from minirl.base.errors import UserError
+from minirl.base.errors import UserError, require
 
 LARGEST = 2**31 - 1  # Of what is counted: libraries keep such numbers in 32 bits.
 
@@ -79,7 +80,8 @@ yaml.add_implicit_resolver(
 
 # What the library raises for a text, and for values that their tags do not allow (a 13th month, a
 # number of 5,000 digits, !!bool maybe).
-_BAD_TEXT = (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError)
+_BAD_TEXT = (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MOST_VALUES = 10_000  # Aliases can make more of a few lines than a memory holds.
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -98,7 +100,28 @@ def parse_yaml(text: str, where: str) -> Any:
         kind = "" if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: "
         problem = f"not valid YAML: {kind}{str(error)[:1000]}"
         raise UserError(f"{where}: {problem}; correct it there") from error
+    _check_end(values, where)
     return {} if values is None else values
+
+
+def _check_end(values: Any, where: str) -> None:
+    """Refuse values that have no end, and keys that are no plain words."""
+    waiting = [values]
+    num_values = 0
+    while waiting:
+        value = waiting.pop()
+        num_values += 1
+        require(
+            num_values <= MOST_VALUES,
+            f"{where}: more than {MOST_VALUES} values; write the settings out, without aliases "
+            "(*name) that repeat one another",
+        )
+        if isinstance(value, dict):
+            for key in value:
+                require(not isinstance(key, datetime.date), f"{where}: unknown setting {key}")
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def to_yaml(values: dict) -> str:

@@ -4,6 +4,7 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minirl.base.errors import UserError, require
-from minirl.base.reading import library_reads
+from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.config.validate import check_model
@@ -98,9 +99,13 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     It does not tell of weights in MXFP4, which are read as bfloat16.
 
     Raises:
-        UserError: it cannot be read, or this version of transformers does not know its model type.
+        UserError: it cannot be read, this version of transformers does not know its model type, or
+            it counts more layers or heads than anybody would build.
     """
-    with library_reads(f"{folder}/config.json"):
+    file = Path(folder) / "config.json"
+    with library_reads(str(file)):
+        if is_file(file):
+            checks.check_counts(json.loads(file.read_bytes()), str(file))
         config = AutoConfig.from_pretrained(folder)
     quantization = vars(config).get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":

@@ -19,8 +19,92 @@ from minirl.model.families import (
 
 # What the kernels of vLLM's CPU build take.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_LATENT_ON_CPU = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+# What every config has, and where the trainer or the engine would divide by it.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "head_dim",
+    "max_position_embeddings",
+    "vocab_size_per_layer_input",
+    "n_shared_experts",
+)
+_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
+# Of layers and heads, which are built or counted one after the other. Models have some hundreds.
+_MOST = 10_000
+_COUNTS = ("num_hidden_layers", "num_layers", "depth", "num_attention_heads", "num_heads")
 # Kinds of rotary positions where `max_position_embeddings` includes their factor already.
 _FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")
+
+
+def check_counts(values: dict, where: str) -> None:
+    """Refuse a config with so many layers or heads that building them would not end.
+
+    Args:
+        values: a config.json, or a part of it.
+        where: the file, for messages.
+
+    Raises:
+        UserError: a number of layers or heads is too large.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            check_counts(value, where)
+        is_too_large = name in _COUNTS and isinstance(value, int) and value > _MOST
+        require(
+            not is_too_large,
+            f"{where}: {name} = {value} is more than {_MOST}; take the config.json that belongs to "
+            "the weights",
+        )
+
+
+def _check_sizes(values: dict, where: str) -> None:
+    """Refuse sizes that are no numbers above 0, or that do not fit one another."""
+    needed = ["hidden_size", "num_hidden_layers", "vocab_size"]
+    if values.get("enable_moe_block"):
+        needed += _OF_EXPERTS
+    for name in (*_SIZES, *_OF_EXPERTS):
+        size = values.get(name)
+        if size is None and name not in needed:
+            continue  # some families have no such size
+        require(
+            type(size) is int and 0 < size < 2**31,
+            f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
+            "the config.json that belongs to the weights",
+        )
+
+    layers = values["num_hidden_layers"]
+    kinds = values.get("layer_types")
+    require(
+        kinds is None or len(kinds) == layers,
+        f"{where}: layer_types in its config.json has {len(kinds or [])} layers, and "
+        f"num_hidden_layers = {layers}; make them equal",
+    )
+    for size in layer_values(values, "head_dim"):
+        require(
+            size > 0 and size % 2 == 0,
+            f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
+            "use 32, 64 or 128",
+        )
+    value_dim = values.get("v_head_dim") or 0
+    query_dim = sum(values.get(f"qk_{part}_head_dim") or 0 for part in ("nope", "rope"))
+    require(
+        not query_dim or value_dim <= query_dim,
+        f"{where}: v_head_dim = {value_dim} in its config.json is above qk_nope_head_dim + "
+        f"qk_rope_head_dim = {query_dim}, and no kernel has values larger than queries; take "
+        "another model",
+    )
+    heads = values["num_attention_heads"]
+    for kv_heads in layer_values(values, "num_key_value_heads"):
+        require(
+            heads % kv_heads == 0,
+            f"{where}: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}",
+        )
 
 
 def check_supported(
@@ -51,6 +135,7 @@ def check_supported(
     )
     family = FAMILIES[config.model_type]
     values = config.get_text_config().to_dict()
+    _check_sizes(values, where)
     require(
         "quantization_config" not in values,
         f"{where} is quantised; train the unquantised checkpoint",
@@ -60,6 +145,12 @@ def check_supported(
         not window or not family.refuses_windows,
         f"{where}: sliding_window = {window} with family {config.model_type!r}: "
         f"{family.refuses_windows}",
+    )
+    activation = values.get("hidden_act")
+    require(
+        not convolution(config) or activation in ("silu", "swish"),
+        f"{where}: hidden_act = {activation!r}, and gated delta nets are computed with silu alone; "
+        "take a model that has it",
     )
     require(
         values.get("use_bidirectional_attention") in (None, False, "vision"),
@@ -82,6 +173,13 @@ def check_supported(
             )
 
     # 2. What the engine does not run, or computes in another way than the trainer.
+    for name, size in _LATENT_ON_CPU.items():
+        require(
+            device != "cpu" or values.get(name, size) == size,
+            f"{where}: {name} = {values.get(name)}, and vLLM's CPU build has latent attention for "
+            f"{size} alone; take another model, or a CUDA device, or train this one without an "
+            "engine (minirl.sft, dpo, kto, rm)",
+        )
     for head_dim in layer_values(values, "head_dim"):
         require(
             device != "cpu" or head_dim in _HEAD_DIMS_ON_CPU,

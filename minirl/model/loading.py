@@ -26,6 +26,8 @@ from minirl.parallel.regions import CheckpointSlice, intersect, local_region, vi
 MXFP4_BLOCKS = "_blocks"  # Ends the name of the values, two in a byte.
 MXFP4_SCALES = "_scales"  # Ends the name of the exponents.
 BLOCK = 32  # Weights that share an exponent.
+# What weights may be, by the names of safetensors.
+FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 class Mxfp4Weight:
@@ -45,6 +47,10 @@ class Mxfp4Weight:
         """Return the shape, as safetensors do."""
         num_experts, rows, num_blocks, _ = self.blocks.get_shape()
         return [num_experts, num_blocks * BLOCK, rows]
+
+    def get_dtype(self) -> str:
+        """Return what the values become, by safetensors' name."""
+        return "BF16"
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Read a region, and what else is in its blocks. `index`: slices with start and stop."""
@@ -169,6 +175,13 @@ def load_weights(
         f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
         f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
     )
+    for name in in_model:  # Integers without their scales would be copied as they are.
+        dtype = weights[name].get_dtype()
+        require(
+            dtype in FLOATS,
+            f"policy.model = {folder}: {name} is of dtype {dtype}; take a model that is not "
+            f"quantized, with weights of {', '.join(FLOATS)}",
+        )
 
     # 2. Each rank fills its shards.
     allocate(model, device, cpu_offload=cpu_offload)
