@@ -2,10 +2,12 @@
 what fails says which endpoint and why."""
 
 import contextlib
+import gzip
 import json
 import socket
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -24,7 +26,8 @@ ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers each request by `reply(body) -> (status, text)`, and keeps the bodies."""
+    """Answers each request by `reply(body) -> (status, text)`, and keeps the bodies. Bytes for a
+    text are compressed by gzip."""
 
     def __init__(self, reply):
         self.reply, self.bodies, self.paths = reply, [], []
@@ -39,9 +42,11 @@ class Handler(BaseHTTPRequestHandler):
         status, text = self.server.reply(body)
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
+        if isinstance(text, bytes):
+            self.send_header("Content-Encoding", "gzip")
         self.end_headers()
         with contextlib.suppress(ConnectionError):  # the client may have left
-            self.wfile.write(text.encode())
+            self.wfile.write(text if isinstance(text, bytes) else text.encode())
 
     def log_message(self, *_):
         pass
@@ -174,6 +179,24 @@ def test_an_answer_that_is_not_the_protocol_is_shown(endpoint, text):
         f"{server.url} answered {text!r} to 1 queries; it must answer" in str(error.value)
         and len(server.bodies) == 1
     )
+
+
+def test_an_answer_that_is_too_long_is_not_read(endpoint):
+    """Neither one of 10 MB, nor one that gunzip makes 200 MB of."""
+    honest = '{"rewards": [1.0]}'
+    answers = {"bomb": gzip.compress(b" " * 2 * 10**8, 1), "long": honest.ljust(10**7)}
+    server = endpoint(lambda body: (200, answers[body["labels"][0]]))
+    graded = made(server.url)
+    for kind, says in (
+        ("bomb", "answered with Content-Encoding gzip; let it send the JSON as it is"),
+        ("long", 'answered with more than 1048676 bytes to 1 queries, \'{"rewards": '),
+    ):
+        tracemalloc.start()
+        with pytest.raises(UserError, match=says):
+            graded({**ROW, "answer": kind}, "abc")
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 1.5e7, kind  # The server's own 10 MB among them.
 
 
 @pytest.mark.parametrize("value", ["NaN", "null", "true", "[0.5]", '"0.5"'])

@@ -27,8 +27,9 @@ from minirl.base.errors import UserError, require
 LEAST_MASS = 0.999
 _MAX_NESTING = 50  # Levels of a schema, which is compiled by recursion.
 # A schema is compiled while everything waits. The time grows with the square of the properties of
-# an object: for 2,500, which have about so many characters, it is two minutes.
+# an object: 200 that may be missing and hold anything take half a second.
 _MAX_CHARACTERS = 20_000
+_MAX_PROPERTIES = 200
 # Between two parts of a JSON text. JSON allows any number, and a model that does not know the
 # format fills its answer with it. This is a line break and an indentation of three levels.
 _MAX_WHITESPACE = 7
@@ -65,6 +66,12 @@ def tag_guide(tag: dict) -> Guide:
     Raises:
         UserError: the tag is too large, or vLLM cannot hold an answer to it.
     """
+    most = _most_properties(tag)
+    require(
+        most <= _MAX_PROPERTIES,
+        f"an object of a JSON schema has {most} properties, more than {_MAX_PROPERTIES}; send a "
+        "smaller schema",
+    )
     guide = Guide(json.dumps(_with_little_whitespace(tag)))
     _check(to_vllm(guide))
     return guide
@@ -79,6 +86,17 @@ def _with_little_whitespace(tag: Any) -> Any:
     if tag.get("type") == "json_schema":
         return tag | {"max_whitespace_cnt": _MAX_WHITESPACE}
     return {name: _with_little_whitespace(part) for name, part in tag.items()}
+
+
+def _most_properties(schema: Any) -> int:
+    """Return the number of properties of the object that has the most."""
+    if isinstance(schema, list):
+        return max(map(_most_properties, schema), default=0)
+    if not isinstance(schema, dict):
+        return 0
+    properties = schema.get("properties")
+    num_properties = len(properties) if isinstance(properties, dict) else 0
+    return max(num_properties, *map(_most_properties, schema.values()), 0)
 
 
 def is_deeper(value: object, levels: int) -> bool:

@@ -13,6 +13,7 @@ special tokens. A key, if there is one, goes as `Authorization: Bearer KEY`.
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,10 @@ from minirl.base.errors import UserError, require
 from minirl.base.reading import key_of_environment
 from minirl.config.shared import RewardConfig
 from minirl.rewards import RowPrompt
+
+# What an endpoint may answer, in bytes: besides the rewards it may send what is ignored here.
+MAX_BYTES = 2**20
+MAX_BYTES_OF_QUERY = 100
 
 
 class RemoteReward:
@@ -49,7 +54,9 @@ class RemoteReward:
         self.name = name
         self.cfg = cfg
         key = key_of_environment("reward.api_key_env", cfg.api_key_env)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Accept-Encoding": "identity"}  # A few numbers need no compression.
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         # `_post` keeps the time; this ends what it has abandoned.
         self.client = httpx.Client(timeout=2 * cfg.timeout_seconds, headers=headers)
         self.urls = itertools.cycle(urls)
@@ -81,26 +88,32 @@ class RemoteReward:
             self.waiting = []
         queries, prompts, labels = zip(*sent, strict=True)
         body = {"query": queries, "prompts": prompts, "labels": labels}
+        max_bytes = MAX_BYTES + MAX_BYTES_OF_QUERY * len(sent)
         for attempt in range(self.cfg.retries + 1):
             if attempt:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
             url = next(self.urls)
             try:
-                response = self._post(url, body)
+                status, content = self._post(url, body, max_bytes)
             except (httpx.RequestError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            text = response.text[:200]
-            if response.is_success:
+            text = content[:200].decode(errors="replace")
+            if httpx.codes.is_success(status):
+                require(
+                    len(content) <= max_bytes,
+                    f"reward.function = {self.name}: {url} answered with more than {max_bytes} "
+                    f"bytes to {len(sent)} queries, {text[:80]!r}...; it must answer "
+                    '{"rewards": [one number for each]}',
+                )
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    rewards = response.json()["rewards"]
+                    rewards = json.loads(content)["rewards"]
                     if len(rewards) == len(sent) and all(type(r) in (int, float) for r in rewards):
                         return list(rewards)
                 raise UserError(
                     f"reward.function = {self.name}: {url} answered {text!r} "
                     f'to {len(sent)} queries; it must answer {{"rewards": [one number for each]}}'
                 )
-            status = response.status_code
             problem = f"status {status}: {text}"
             if status < 500 and status not in (408, 429):
                 break  # another try would not help
@@ -111,20 +124,43 @@ class RemoteReward:
             "see that it runs and can be reached from every node"
         )
 
-    def _post(self, url: str, body: dict) -> httpx.Response:
-        """Send a request, and return the response if it is whole in time.
+    def _post(self, url: str, body: dict, max_bytes: int) -> tuple[int, bytes]:
+        """Send a request, and return status and content of the response if it is whole in time.
 
         httpx limits the time between two bytes, and a server may send them slowly for ever. So the
         request has a thread, which is abandoned if it is late.
 
+        Args:
+            url: of the endpoint.
+            body: of the request.
+            max_bytes: of the content; of a longer one the beginning is returned, more than so many.
+
         Raises:
+            UserError: the response is compressed.
             TimeoutError: it took longer than reward.timeout_seconds in all.
             httpx.RequestError: there is no response.
         """
         thread = ThreadPoolExecutor(1, thread_name_prefix="request")
-        pending = thread.submit(self.client.post, url, json=body)
+        pending = thread.submit(self._exchange, url, body, max_bytes)
         thread.shutdown(wait=False)
         try:
             return pending.result(self.cfg.timeout_seconds)
         except TimeoutError as error:
             raise TimeoutError("the response was not whole in time") from error
+
+    def _exchange(self, url: str, body: dict, max_bytes: int) -> tuple[int, bytes]:
+        """Send a request and read the response as far as `_post` says."""
+        content = bytearray()
+        with self.client.stream("POST", url, json=body) as response:
+            # It was not asked for. Decompressed, a few bytes can be more than the memory holds.
+            encoding = response.headers.get("Content-Encoding", "identity")
+            require(
+                encoding == "identity",
+                f"reward.function = {self.name}: {url} answered with Content-Encoding {encoding}; "
+                "let it send the JSON as it is, as the request's Accept-Encoding says",
+            )
+            for part in response.iter_raw():
+                content += part
+                if len(content) > max_bytes:
+                    break
+        return response.status_code, bytes(content)
