@@ -25,10 +25,13 @@ from minirl.supervise import cli
 
 class Traced(MyTrainer):
     entered = set()
+    is_noted = False
 
     def collect(self, step):
-        if step == 1:
+        if step == 0:  # Threads that score answers begin in this step, and go on in the next.
             threading.setprofile(self.note)
+        if step == 1:
+            self.is_noted = True
             sys.setprofile(self.note)
         if step == 2:
             sys.setprofile(None)
@@ -38,7 +41,7 @@ class Traced(MyTrainer):
         return super().collect(step)
 
     def note(self, frame, event, argument):
-        if event == "call":
+        if event == "call" and self.is_noted:
             self.entered.add(frame.f_code.co_filename)
 
 

@@ -121,7 +121,7 @@ MISTAKES = {  # name -> program, flags, what is said
     "no environment": (
         "evaluate",
         "--model a/b --data.eval rows.jsonl --env.name none.py:Mine?x=1",
-        "env.name = none.py:Mine: no file none.py",
+        "env.name = none.py:Mine?x=1: no file none.py",
     ),
     "no template": (
         "sft",
