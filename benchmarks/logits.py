@@ -28,7 +28,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine import patches
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
-from minirl.model import build
+from minirl.model import causal
 from minirl.model.logprob import logprob_entropy
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import join_world
@@ -126,7 +126,7 @@ def main(args: Arguments) -> None:
             patches.HEAD_DTYPE = head
             trajectories, seconds = sample(folder, mesh, args)
             batch = pack(trajectories, mesh.device, layout=policy.layout)
-            with mock.patch.object(build, "logprob_entropy", wide):
+            with mock.patch.object(causal, "logprob_entropy", wide):
                 to_float32 = difference(policy, batch)
             dtype = "bfloat16" if head == "model" else head
             to_trainer = difference(policy, batch)

@@ -603,6 +603,37 @@ def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path, monkeypatch)
         first.wait()
 
 
+def test_a_run_that_is_refused_leaves_no_lock(tmp_path):
+    there, new = tmp_path / "there", tmp_path / "deep" / "new"
+    there.mkdir()
+    for folder in (there, new):
+        with pytest.raises(UserError, match="refused"), run_folder.released(folder):
+            run_folder.hold(folder)
+            assert (folder / "lock").exists()
+            raise UserError("refused")
+    assert not list(there.iterdir()) and not new.exists()
+
+
+def test_a_lock_that_its_holder_has_removed_is_none(tmp_path, monkeypatch):
+    """Whoever waits for it takes the next file of its name."""
+    (tmp_path / "lock").touch()
+    flock = fcntl.flock
+    times = []
+
+    def removed_meanwhile(*arguments):
+        if not times:
+            (tmp_path / "lock").unlink()
+        times.append(1)
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with run_folder.released(tmp_path):
+        run_folder.hold(tmp_path)
+        assert len(times) == 2
+        with (tmp_path / "lock").open() as file, pytest.raises(BlockingIOError):
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_a_look_for_a_lock_leaves_nothing(tmp_path):
     run_folder.require_free(tmp_path)
     run_folder.require_free(tmp_path / "none")

@@ -1,7 +1,8 @@
 """The folder of a run: one writes there at a time, and a resumed one has the settings of the first.
 
 Rank 0 holds `lock` in the folder from the first thing that the run writes to its end. The kernel
-frees it however the process ends; the file stays.
+frees it however the process ends. The file stays in the folder of a run that has begun; one that is
+refused before it writes anything else removes it.
 
 Across machines it is as good as the file system: NFS (version 4, or 3 with its lock daemon) keeps
 such a lock on the server, which frees that of a dead machine when its lease has run out. If a file
@@ -29,6 +30,7 @@ LOCK = "lock"
 # A killed process frees its memory before its locks.
 SECONDS_TO_WAIT = 5.0
 _held: dict[Path, int] = {}  # File descriptors by folder, of this process.
+_made: set[Path] = set()  # Of these folders, those that were not there before.
 
 # Settings that make another run -> what they decide. Steps, examples and tickets are counted from
 # the begin of the run, so settings of how many belong to a step decide which rows come next.
@@ -58,29 +60,39 @@ def hold(output: Path) -> None:
     """
     if output in _held:
         return
-    path = output / LOCK
-    require(
-        not path.is_symlink(),
-        f"{path} is a symbolic link, and the run would overwrite what it points to; remove it",
-    )
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        if not _lock(descriptor, output):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise UserError(
-                f"output = {output} is in use by another run ({holder or 'it does not say which'});"
-                " wait for its end or end it, or name another folder with --output"
-            )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        if not os.path.lexists(output):
+            output.mkdir(parents=True)
+            _made.add(output)
+        _held[output] = _open_locked(output)
     except OSError as error:
         raise UserError(
             f"output = {output} cannot be written to: {error}; make room there, or choose another "
             "folder"
         ) from error
-    _held[output] = descriptor
+
+
+def _open_locked(output: Path) -> int:
+    """Return the descriptor that holds the lock. Raises UserError and OSError."""
+    path = output / LOCK
+    require(
+        not path.is_symlink(),
+        f"{path} is a symbolic link, and the run would overwrite what it points to; remove it",
+    )
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    if not _lock(descriptor, output):
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise UserError(
+            f"output = {output} is in use by another run ({holder or 'it does not say which'}); "
+            "wait for its end or end it, or name another folder with --output"
+        )
+    if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
+        os.close(descriptor)
+        return _open_locked(output)  # who had the lock has removed the file meanwhile
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor
 
 
 def _lock(descriptor: int, output: Path) -> bool:
@@ -110,12 +122,21 @@ def require_free(output: Path) -> None:
 
 @contextlib.contextmanager
 def released(output: Path) -> Iterator[None]:
-    """Release the lock of a folder, if this process holds it, at the end of the block."""
+    """Release the lock of a folder, if this process holds it, at the end of the block.
+
+    If nothing else has been written there, the file is removed, and a folder that was made for it.
+    """
     try:
         yield
     finally:
         descriptor = _held.pop(output, None)
         if descriptor is not None:
+            # The disk may be why the run ends.
+            with contextlib.suppress(OSError):
+                if os.listdir(output) == [LOCK]:
+                    os.unlink(output / LOCK)
+                    if output in _made:
+                        os.rmdir(output)
             os.close(descriptor)
 
 

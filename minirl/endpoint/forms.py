@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from minirl.base.errors import UserError, require
 from minirl.endpoint.http import MESSAGES
 from minirl.endpoint.protocol import JSONObject
-from minirl.endpoint.response import Choice, Part, PendingResponse
+from minirl.endpoint.response import Choice, ChoicePart, PendingResponse
 from minirl.rollout.conversation import decode
 
 MODEL = "policy"
@@ -59,7 +59,7 @@ def _chat_usage(response: PendingResponse) -> JSONObject:
     return {"prompt_tokens": num_read, "completion_tokens": num_sampled, "total_tokens": total}
 
 
-def _chat_choice(part: Part) -> JSONObject:
+def _chat_choice(part: ChoicePart) -> JSONObject:
     """Return a part of a choice, or the whole of it, as an entry of `choices`."""
     choice = part.choice
     entry: JSONObject = {"index": choice.index, "finish_reason": part.finish_reason or None}
@@ -99,7 +99,7 @@ def _logprobs(choice: Choice) -> dict[str, list]:
 
 def chat_body(response: PendingResponse) -> JSONObject:
     """Return a chat completion, or a completion."""
-    parts = [Part(choice, choice.text, choice.finish_reason) for choice in response.choices]
+    parts = [ChoicePart(choice, choice.text, choice.finish_reason) for choice in response.choices]
     choices = [_chat_choice(part) for part in parts]
     return {**_chat_head(response), "choices": choices, "usage": _chat_usage(response)}
 
@@ -119,7 +119,7 @@ def _function_tool(**fields: Any) -> JSONObject:
     return {"type": "function", "function": known}
 
 
-async def _text_parts(response: PendingResponse) -> AsyncIterator[Part]:
+async def _text_parts(response: PendingResponse) -> AsyncIterator[ChoicePart]:
     """Yield the parts of the only choice's text; an answer that only calls tools has none."""
     async for part in response.parts():
         if part.text or part.finish_reason != "tool_calls":

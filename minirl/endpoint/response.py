@@ -188,7 +188,7 @@ class Choice:
             top=done.top[:end],
         )
 
-    def next_part(self) -> "Part | None":
+    def next_part(self) -> "ChoicePart | None":
         """Return what was not sent yet; None if nothing is new.
 
         An answer that may end by a stop string or call a tool waits for its end, as one that is
@@ -200,7 +200,7 @@ class Choice:
         text = self.text[self.num_sent :]
         if not text and not self.finish_reason:
             return None
-        part = Part(self, text, self.finish_reason, self.num_sent == 0)
+        part = ChoicePart(self, text, self.finish_reason, self.num_sent == 0)
         self.num_sent = len(self.text)
         return part
 
@@ -215,7 +215,7 @@ class Choice:
         return calls
 
 
-class Part(NamedTuple):
+class ChoicePart(NamedTuple):
     """A part of a choice, for its client."""
 
     choice: Choice
@@ -285,7 +285,7 @@ class PendingResponse:
                 engine_request.on_restart = choice.restart
                 self.choices.append(choice)
         session.num_unguided += guide is None and (request.demands_call() or request.demands_json())
-        self._parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the end.
+        self._parts: asyncio.Queue[ChoicePart | None] = asyncio.Queue()  # None: the end.
         self.task = asyncio.ensure_future(self._generate())
         self.task.add_done_callback(lambda _: self._parts.put_nowait(None))
         session.tasks.append(self.task)
@@ -333,7 +333,7 @@ class PendingResponse:
         self._parts.put_nowait(choice.next_part())
         return len(completion.tokens)
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[ChoicePart]:
         """Yield the answer in parts; without `stream` in the request, each choice is one.
 
         Raises:

@@ -131,7 +131,7 @@ class Training:
         self.trained = (model.trained - model.adapters / 2) / self.tensor + model.adapters / 2
         frozen = 0.0
         for m, num in model.matrices:
-            of_weight = self.element if model.adapters else master
+            of_weight: float = self.element if model.adapters else master
             of_weight = PACKED_BYTES if m.packed else of_weight
             frozen += num * m.numel * of_weight * (not m.trained) / self.tensor
         on_device = not policy.cpu_offload

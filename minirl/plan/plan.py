@@ -37,7 +37,7 @@ HOST_SECONDS_PER_STEP = 2e-3
 HOST_SECONDS_PER_ANSWER = 1e-5
 EAGER_SECONDS_PER_LAYER = 2e-4
 SHORTEST_COLLECTIVE = 2e-5
-TRAINS = ("backward", "optimizer")  # Phases of a critic that are told.
+TRAINS = ("backward", "optimizer")  # Phases in which a critic is trained.
 
 
 # --------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Engine:
         self.graphs = 0.0 if cfg.enforce_eager else GRAPHS
         self.kv_bytes = 0.0  # Of a token.
         self.state_bytes = 0.0  # Of a sequence, however long it is.
-        state = self.model.config.get("mamba_ssm_dtype")  # Of Qwen3.5's configs.
+        state: Any = self.model.config.get("mamba_ssm_dtype")  # Of Qwen3.5's configs.
         for layer, num in self.model.layers.items():
             self.kv_bytes += num * layer.cached * max(1.0, layer.kv_heads / self.ranks) * element
             if layer.delta_net:

@@ -184,7 +184,7 @@ def read_sizes(
         policy: what is set for it, if it is trained; None: nothing is frozen, nor adapted.
         score: it has a score head in place of the language model's.
     """
-    text = values.get("text_config") or values
+    text: Mapping[str, Any] = values.get("text_config") or values
     hidden = text["hidden_size"]
     vocabulary = text["vocab_size"]
     policy = policy or PolicyConfig()
@@ -212,7 +212,7 @@ def read_sizes(
         of_layer = dict(text)
         for key, special in (text.get("per_layer_config") or {}).items():
             of_layer |= special if int(key) == number else {}
-        kinds = text.get("layer_types")
+        kinds: list[str] = text.get("layer_types") or []
         if kinds and kinds[number] == "linear_attention":
             widths, shapes = _delta_net(of_layer)
         elif text.get("kv_lora_rank"):
@@ -255,7 +255,7 @@ def _matrices(shapes: Shapes, prefix: str, policy: PolicyConfig) -> tuple[Matrix
             for target in lora.targets
         ]
         matrix = replace(
-            Matrix(*shape),
+            Matrix(*shape),  # type: ignore[arg-type]  # (inputs, outputs, experts)
             trained=trained,
             rank=lora.rank * (any(means) and not trained),
             packed=lora.quantization != "none" and in_group != "" and not trained,
