@@ -74,7 +74,7 @@ def choose(q: Tensor, softcap: float | None) -> int | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attend from the queries of a block to its keys; see `kernels.forward`."""
+    """Attend from the queries of a block to its keys; see `attention.block_forward`."""
     inputs = (
         _pairs(q, block.rows),
         _pairs(k, block.key_rows),
@@ -110,7 +110,7 @@ def backward(
     block: Block,
     options: Options,
 ) -> None:
-    """Add the gradients of one block; see `kernels.backward`."""
+    """Add the gradients of one block; see `attention.block_backward`."""
     inputs = (
         _pairs(dout, block.rows),
         _pairs(q, block.rows),
