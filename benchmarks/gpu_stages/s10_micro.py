@@ -47,14 +47,18 @@ def measure_memory() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pool = CuMemAllocator.get_instance()
+    # Putting to sleep also collects garbage, which takes as long however much is unmapped.
+    value("collecting garbage", 1e3 * min(lib.wall_seconds(gc.collect) for _ in range(3)), "ms")
     for size in (4, 32):
-        with pool.use_memory_pool(tag="kv_cache"):
+        # A tag of its own for each: torch aborts if vLLM replaces a tag's pool while it is in use.
+        tag = f"{size} GiB"
+        with pool.use_memory_pool(tag=tag):
             block = torch.empty(size * GIB, dtype=torch.uint8, device="cuda")
         unmapped = []
         mapped = []
         for _ in range(3):
             unmapped.append(lib.wall_seconds(lambda: pool.sleep(offload_tags=())))
-            mapped.append(lib.wall_seconds(lambda: pool.wake_up(tags=["kv_cache"])))
+            mapped.append(lib.wall_seconds(functools.partial(pool.wake_up, [tag])))
         value(f"vLLM unmaps {size} GiB", 1e3 * min(unmapped) / size, "ms a GiB")
         value(f"vLLM maps {size} GiB", 1e3 * min(mapped) / size, "ms a GiB")
         del block
