@@ -226,11 +226,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor) -> tuple:
         """Return the gradients of queries, keys, values and sinks."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32) if ctx.ring else q.dtype
-        gradients = [
-            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
-            for x in (q, k, v)
-        ]
+        gradients: list[Tensor] = []
+        if ctx.ring:
+            flash.fill(gradients, q, k, v, dtype=torch.promote_types(q.dtype, torch.float32))
         for block, k_here, v_here in _steps(k, v, ctx.blocks, ctx.ring):
             block_backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
@@ -334,7 +332,8 @@ def block_backward(
     """Add the gradients of one block.
 
     Args:
-        gradients: dq [T, H, D], dk and dv [M, Hkv, D], which are added to in place.
+        gradients: dq [T, H, D], dk and dv [M, Hkv, D], which are added to in place; or nothing,
+            before the first block, which fills the list.
         dout: gradient of the whole attention's output [T, H, D].
         q: as in `block_forward`, like k, v, block and options.
         k: keys.
@@ -347,6 +346,7 @@ def block_backward(
     if can_flash(q, options):
         flash.backward(gradients, dout, q, k, v, out, lse, block, options)
         return
+    flash.fill(gradients, q, k, v)
     for r in block.padded.rectangles:
         do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row; its gradient would count twice

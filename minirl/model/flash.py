@@ -132,12 +132,16 @@ def backward(
             **_arguments(block, options),
         )
     else:
-        # The random state of a dropout of 0.
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # The random state of a dropout of 0, whose values nothing uses.
+        random_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         block_gradients = torch.ops.aten._flash_attention_backward(
             *inputs, 0.0, block.causal, random_state, unused, **_arguments(block, options)
         )
+    if not gradients and block.rows is None and block.key_rows is None:
+        gradients.extend(block_gradients)
+        return
+    fill(gradients, q, k, v)
     for total, rows, gradient in zip(
         gradients, (block.rows, block.key_rows, block.key_rows), block_gradients, strict=True
     ):
@@ -145,6 +149,14 @@ def backward(
             total.add_(gradient)
         else:
             total.index_add_(0, rows, gradient.to(total.dtype))
+
+
+def fill(gradients: list[Tensor], *inputs: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Let an empty list hold a gradient of 0 for each input, to which blocks add theirs."""
+    if not gradients:
+        for x in inputs:
+            zeros = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+            gradients.append(zeros)
 
 
 def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
