@@ -164,6 +164,14 @@ def test_openrlhf_agent_that_sets_sampling_is_refused(file):
         asyncio.run(env.step(state("42")))
 
 
+def test_openrlhf_executor_that_leads_its_episodes_is_refused(file):
+    executor = "class AgentExecutor: execute = print"
+    with pytest.raises(UserError, match="an `execute` of its own, and minirl runs the episodes"):
+        make_env(f"openrlhf:{file(executor)}")
+    with pytest.raises(UserError, match="has no function AgentInstance"):
+        make_env(f"openrlhf:{file('x = 1', 'empty.py')}")
+
+
 def test_openrlhf_file_that_needs_the_package_is_told(file):
     with pytest.raises(
         UserError, match="does not import: ModuleNotFoundError: No module named 'openrlhf.models'"

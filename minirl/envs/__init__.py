@@ -25,7 +25,6 @@ generation.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 
 class Raw(str):
@@ -71,22 +70,10 @@ class Result:
     info: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyInfo:
-    """What an environment may know of the policy."""
-
-    tokenizer: Any
-    max_tokens: int  # Of an answer.
-    max_length: int  # Tokens of a context.
-    temperature: float
-
-
 class Env:
     """One episode."""
 
     graded = False  # Whether the reward functions also score the last answer.
-    needs_policy = False  # Whether `policy` is set before `reset`.
-    policy: PolicyInfo
     needs_prompt = False  # Whether `reset` shows the row's prompt, so that every row must have one.
 
     def reset(self, row: dict) -> Observation | Awaitable[Observation]:

@@ -16,7 +16,7 @@ ENVS = {
     "guess": "minirl.envs.games:Guess",
     "countdown": "minirl.envs.games:Countdown",
     "tools": "minirl.envs.tools:Tools",
-    "openrlhf": "minirl.envs.adapters.openrlhf:agent",
+    "openrlhf": "minirl.envs.adapters.openrlhf:OpenRLHF",
     "verifiers": "minirl.envs.adapters.verifiers:Verifiers",
     "openenv": "minirl.envs.adapters.openenv:OpenEnv",
 }

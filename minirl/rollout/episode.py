@@ -22,7 +22,7 @@ from minirl.data.chat import is_text, parts_of, to_messages, why_no_messages
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
-from minirl.envs import Agent, Env, EnvMaker, PolicyInfo, Result, State
+from minirl.envs import Agent, Env, EnvMaker, Result, State
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
@@ -132,13 +132,6 @@ class EpisodeRunner:
         """
         try:
             e.env = await self._call(self.make_env, name="its constructor")
-            if e.env.needs_policy:
-                e.env.policy = PolicyInfo(
-                    tokenizer=e.conversation.tokenizer,
-                    max_tokens=e.sampling.max_tokens,
-                    max_length=e.sampling.context(self.engine_loop.engine.cfg.max_model_len),
-                    temperature=e.sampling.temperature,
-                )
             try:
                 if isinstance(e.env, Agent):
                     await self._run_agent(e, e.env)
