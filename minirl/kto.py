@@ -43,9 +43,7 @@ class KTOTrainer(SupervisedTrainer):
 
     def load_reference(self) -> Reference:
         """Return the reference."""
-        folder = self.find_reference(self.cfg.reference)
-        with self.timer.phase("reference"):
-            return self.make_reference(folder)
+        return self.find_reference(self.cfg.reference)
 
     def make_loss(self) -> Loss:
         """Return the loss of the config: KTO or APO-zero."""

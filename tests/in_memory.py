@@ -64,3 +64,13 @@ def with_images(trajectories):
             spans.append(ImageSpan(num_prompt + 1, 5, ""))
         out.append(replace(t, images=spans))
     return out
+
+
+def encoded_rows(chats):
+    """The rows of this rank as token ids by their numbers, without dropped ones."""
+    encoded = {}
+    for number in range(chats.mesh.rank, len(chats), chats.mesh.world_size):
+        row = chats.thread.submit(chats._encode_row, number).result()
+        if row.trajectories:
+            encoded[number] = row.trajectories
+    return encoded

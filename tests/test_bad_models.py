@@ -1,14 +1,12 @@
-"""Model folders, rollouts, caches and output paths that cannot be used end by one message."""
+"""Model folders, rollouts and output paths that cannot be used end by one message."""
 
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,8 +20,7 @@ from minirl.checkpoint.exporting import plan_folder, write_companions
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
-from minirl.config.supervised import DPOConfig, SFTConfig
-from minirl.dpo import DPOTrainer
+from minirl.config.supervised import SFTConfig
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
 from minirl.envs import Env, Result
@@ -263,52 +260,13 @@ def test_a_file_in_a_new_folder_can_be_written(tmp_path):
 
 def ask_often(mesh, files):
     for file in files:
-        check_can_write(file, "reference_cache", mesh)
+        check_can_write(file, "output", mesh)
 
 
 def test_every_rank_asks_whether_a_file_can_be_written(tmp_path):
     """All of them at once; the attempt of one is not another's mistake."""
     ranks(2, ask_often, [tmp_path / str(i) for i in range(100)])
     assert not list(tmp_path.iterdir())
-
-
-CACHES = {
-    "garbage": b"nothing of the kind",
-    "empty": b"",
-    "a zip that is cut": b"PK\x03\x04" + b"\x00" * 20,
-    "a pickle": b"\x80\x04K\x01.",
-    "one array": None,
-    "no name": {},
-    "a name that is no JSON": {"about": "{"},
-}
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_a_reference_cache_that_is_none(tmp_path, name):
-    cache = tmp_path / "c.npz"
-    contents = CACHES[name]
-    if isinstance(contents, bytes):
-        cache.write_bytes(contents)
-    elif contents is None:
-        np.save(tmp_path / "c.npy", np.zeros(3))
-        os.rename(tmp_path / "c.npy", cache)
-    else:
-        np.savez(cache, **contents)
-    with pytest.raises(UserError, match=f"reference_cache = {cache} cannot be read"):
-        check_cache(cache)
-
-
-@pytest.mark.parametrize("place", ["{0}", "/proc/x/c.npz", "{0}/file/c.npz"])
-def test_a_reference_cache_that_cannot_be_written(tmp_path, place):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="reference_cache = .* cannot be written"):
-        check_cache(Path(place.format(tmp_path)))
-
-
-def check_cache(cache: Path) -> None:
-    """What minirl.dpo does before it loads a model."""
-    cfg = DPOConfig(reference_cache=str(cache))
-    DPOTrainer.check_model(SimpleNamespace(cfg=cfg, mesh=ONE))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from in_memory import ALONE, memory_rows, read_all
+from in_memory import ALONE, encoded_rows, memory_rows, read_all
 from minirl import dpo, rm
 from minirl.algo import preference
 from minirl.base.errors import UserError
@@ -423,7 +423,7 @@ def encode(mesh, rows, max_tokens, score):
     )
     step = pairs.examples(range(2 * len(pairs)))
     return {
-        "kept": list(pairs.encoded_rows(range(len(pairs)))),
+        "kept": list(encoded_rows(pairs)),
         "lost": step.num_lost,
         "num_rows": step.num_rows,
         "examples": [
@@ -620,48 +620,6 @@ def test_resumed_run_is_the_uninterrupted_run(folder, tmp_path, module):
     assert (again / "model" / "model.safetensors").read_bytes() == (
         output / "model" / "model.safetensors"
     ).read_bytes()
-
-
-def test_cached_reference_is_the_reference(folder, tmp_path):
-    cache = tmp_path / "cache"
-    ranks(2, run, "minirl.dpo", flags(folder, tmp_path / "kept"))
-    for name in ("written", "read"):
-        ranks(2, run, "minirl.dpo", flags(folder, tmp_path / name, "--reference-cache", cache))
-    ranks(
-        1, run, "minirl.dpo", flags(folder, tmp_path / "alone", "--reference-cache", cache)
-    )  # other ranks than wrote it
-    wanted = rows_of(tmp_path / "kept", "train")
-    assert wanted[-1]["margin"] > 0 and rows_of(tmp_path / "written", "train") == rows_of(
-        tmp_path / "read", "train"
-    )
-    unlike = {"phase", "accuracy"}  # before the first step z is 0, or almost
-    for name in ("written", "alone"):
-        for got, row in zip(rows_of(tmp_path / name, "train"), wanted, strict=True):
-            assert {
-                k: pytest.approx(v, rel=1e-3, abs=1e-5)
-                for k, v in row.items()
-                if k in got.keys() - unlike
-            } == {k: v for k, v in got.items() if k not in unlike}
-    other = tiny.make(tmp_path / "other", seed=5)
-    for more, says in (
-        (["--data.max-tokens", 18], "its data differ"),
-        (["--reference", other], "its reference differ"),
-        (["--policy.dtype", "float64"], "its dtype differ"),
-    ):
-        with pytest.raises(
-            RankFailed,
-            match=(
-                f"reference_cache = .*cache is of another run: .*{says}; name another file or "
-                "remove it"
-            ),
-        ):
-            ranks(
-                1,
-                run,
-                "minirl.dpo",
-                flags(folder, tmp_path / "stale", "--reference-cache", cache, *more),
-            )
-        assert not (tmp_path / "stale").exists()
 
 
 BAD = {

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from in_memory import ALONE, memory_rows, read_all, split
+from in_memory import ALONE, encoded_rows, memory_rows, read_all, split
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
@@ -509,9 +509,7 @@ def encode(mesh, rows, max_tokens):
     )
     steps = [chats.examples(range(4 * s, 4 * s + 4)) for s in range(5)]
     return {
-        "rows": {
-            n: (t.tokens, t.sampled) for n, (t,) in chats.encoded_rows(range(len(rows))).items()
-        },
+        "rows": {n: (t.tokens, t.sampled) for n, (t,) in encoded_rows(chats).items()},
         "lost": [step.num_lost for step in steps],
         "num_rows": [step.num_rows for step in steps],
         "steps": [
@@ -621,7 +619,7 @@ def one_step(mesh, folder, source):
         len(batches),
         [
             (t.tokens, t.sampled)
-            for part in mesh.gather(list(chats.encoded_rows(range(len(chats))).values()))
+            for part in mesh.gather(list(encoded_rows(chats).values()))
             for (t,) in part
         ],
     )

@@ -176,20 +176,13 @@ class ServeConfig:
 
 @dataclass(kw_only=True)
 class DPOConfig(SupervisedConfig):
-    """Train by DPO: `torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`.
-
-    A reference cache is written once before training, or read if it belongs to this reference,
-    these rows and this dtype (log-probs in float32).
-    """
+    """Train by DPO: `torchrun --nproc-per-node N -m minirl.dpo --config FILE`."""
 
     output: str = "runs/dpo"
     data: PairsConfig = field(default_factory=PairsConfig)
     algo: DPOLossConfig = field(default_factory=DPOLossConfig)
     #: Folder or hub id of the frozen reference. Empty: policy.model as it is given.
     reference: str = ""
-    #: File (.npz) for the reference's log-probs of all rows. Empty: the reference is kept and runs
-    #: once per batch.
-    reference_cache: str = ""
 
 
 @dataclass(kw_only=True)

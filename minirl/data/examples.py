@@ -268,8 +268,8 @@ class StepExamples:
     num_lost: list[int]  # Rows that are lost, by each of two reasons.
 
 
-# The number of an example, its row, and what became of that.
-_Example = tuple[int, int, Encoded]
+# The number of an example, and what became of its row.
+_Example = tuple[int, Encoded]
 
 
 class Chats:
@@ -329,8 +329,6 @@ class Chats:
         self.num_kept_bytes = 0
         # The examples of the next step, and their encoding.
         self.ahead: tuple[range, Future[list[_Example]]] | None = None
-        # "{row}-{episode}" -> what takes the place of a trajectory's log-probs, float32 [L].
-        self.reference_logprobs: dict[str, np.ndarray] = {}
 
         # Encode rows until one is not dropped.
         found = False
@@ -370,13 +368,9 @@ class Chats:
 
         here = []
         num_lost = np.zeros(2, int)
-        for number, row, result in encoded:
+        for number, result in encoded:
             num_lost += result.lost
-            for t in result.trajectories:
-                logprobs = t.logprobs
-                if self.reference_logprobs:
-                    logprobs = self.reference_logprobs[f"{row}-{t.episode}"]
-                here.append(replace(t, group=number, logprobs=logprobs))
+            here += [replace(t, group=number) for t in result.trajectories]
         counts = [len({t.group for t in here}), self.count_tokens(here), *num_lost.tolist()]
         num_rows, num_tokens, *lost = np.sum(self.mesh.gather(counts), axis=0).tolist()
         return StepExamples(here, num_rows, num_tokens, lost)
@@ -384,19 +378,6 @@ class Chats:
     def count_tokens(self, examples: list[Trajectory]) -> int:
         """Return the tokens of examples, in the loss or not."""
         return sum(len(t.tokens) for t in examples)
-
-    def encoded_rows(self, numbers: range) -> dict[int, list[Trajectory]]:
-        """Return this rank's rows among these by their numbers, without dropped ones. Collective.
-
-        Raises:
-            UserError: a row cannot be encoded.
-        """
-        here = [n for n in numbers if n % self.mesh.world_size == self.mesh.rank]
-        encoded: list[Encoded] = []
-        with errors_of_all(self.mesh):
-            encoded = list(self.thread.map(self._encode_row, here))
-        results = zip(here, encoded, strict=True)
-        return {number: row.trajectories for number, row in results if row.trajectories}
 
     def _begin(self, numbers: range) -> Future[list[_Example]]:
         """Begin to encode this rank's examples of a step, unless that has been begun."""
@@ -407,7 +388,7 @@ class Chats:
         def encode() -> list[_Example]:
             """Encode in the thread. A row is always of the same rank, which may have kept it."""
             return [
-                (numbers.start + place, row, self._encode_place(rows, place))
+                (numbers.start + place, self._encode_place(rows, place))
                 for place, row in enumerate(rows)
                 if row % self.mesh.world_size == self.mesh.rank
             ]

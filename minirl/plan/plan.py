@@ -48,9 +48,7 @@ def reference_of(cfg: TrainingConfig) -> str | None:
     """Return the setting of a run's reference; empty: as the policy; None: it has none."""
     if isinstance(cfg, RLConfig):
         return cfg.ref.model if cfg.algo.kl_coef or cfg.ref.model else None
-    if isinstance(cfg, KTOConfig) or (isinstance(cfg, DPOConfig) and not cfg.reference_cache):
-        return cfg.reference
-    return None
+    return cfg.reference if isinstance(cfg, DPOConfig | KTOConfig) else None
 
 
 def read_models(

@@ -9,7 +9,6 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -185,10 +184,11 @@ class SupervisedTrainer(BaseTrainer):
         """Load the frozen reference, before anything of the run is written."""
         return None
 
-    def find_reference(self, model: str) -> Path:
-        """Return the folder of `reference`; empty: that of the policy. Raises UserError."""
+    def find_reference(self, model: str) -> Reference:
+        """Load the model of `reference`; empty: that of the policy. Raises UserError."""
         found = find_other_model(model, self.files.config, self.cfg.parallel, "reference")
-        return found or self.files.folder
+        with self.timer.phase("reference"):
+            return self.make_reference(found or self.files.folder)
 
     def annotate_reference(self, batches: Minibatch) -> None:
         """Add the reference's log-probs; it is awake only here. Collective."""
