@@ -13,6 +13,7 @@ from agents import (
 from agents import (
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -57,10 +58,10 @@ def walk(choice: str) -> str:
     return f"went {choice}"
 
 
-async def run_openai_agent(session):
+async def run_openai_agent(session, model_class):
     """Ask, stream, and demand a tool that ends the run."""
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-        model = OpenAIChatCompletionsModel(session.model, client)
+        model = model_class(session.model, client)
         free = OpenAIAgent(name="free", instructions="Talk.", model=model)
         await Runner.run(free, QUESTION)
         streamed = Runner.run_streamed(free, QUESTION)
@@ -77,8 +78,12 @@ async def run_openai_agent(session):
         return str(ended.final_output).removeprefix("went ")
 
 
-def openai_agents(session):
-    return asyncio.run(run_openai_agent(session))
+def openai_agents_responses(session):
+    return asyncio.run(run_openai_agent(session, OpenAIResponsesModel))
+
+
+def openai_agents_chat(session):
+    return asyncio.run(run_openai_agent(session, OpenAIChatCompletionsModel))
 
 
 def pydantic_model(session):
@@ -160,7 +165,8 @@ OF_THE_POLICY = (
 MODES = {
     "openai": openai_client,
     "anthropic": anthropic_client,
-    "openai-agents, ChatCompletions": openai_agents,
+    "openai-agents, Responses (its default)": openai_agents_responses,
+    "openai-agents, ChatCompletions": openai_agents_chat,
     "pydantic-ai, text and tools": pydantic_ai_text,
     "pydantic-ai, `output_type`": pydantic_ai_output_type,
     "smolagents, ToolCallingAgent": smolagents_tool_calling,

@@ -18,6 +18,7 @@ from test_server import TEMPLATE
 # Modes that demand a call or a format and return it, so that even a random model picks.
 MUST_PICK = {
     "anthropic",
+    "openai-agents, Responses (its default)",
     "openai-agents, ChatCompletions",
     "pydantic-ai, `output_type`",
     "langchain-openai, `with_structured_output`",

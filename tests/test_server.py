@@ -353,11 +353,14 @@ def test_what_a_client_asks_beside_completions():
         assert (await w.ask(messages=HI)).usage.prompt_tokens == chat_tokens["count"]
         tokens = (await w.http.post("/tokenize", json={"prompt": "ab<|end|>"})).json()["tokens"]
         assert tokens == chat.encode(w.engine.tokenizer, "ab<|end|>")
+        text = await w.http.post("/detokenize", json={"tokens": tokens})
+        assert text.json() == {"prompt": "ab<|end|>"}
         for path, body in (
             ("/tokenize", {"prompt": ["a", "b"]}),
             ("/tokenize", {}),
-            ("/tokenize", {"prompt": [99999]}),
-            ("/tokenize", []),
+            ("/detokenize", {"tokens": [99999]}),
+            ("/detokenize", {"prompt": "a"}),
+            ("/detokenize", []),
         ):
             refused = await w.http.post(path, json=body)
             assert refused.status_code == 400, (path, body, refused.text)

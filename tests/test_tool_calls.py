@@ -1,5 +1,5 @@
-"""Tools at the endpoint: formats of calls, calls that are demanded, templates that
-show no tools, and what is refused."""
+"""Tools at the endpoint: formats of calls, calls that are demanded, OpenAI's responses, templates
+that show no tools, and what is refused."""
 
 import json
 
@@ -12,9 +12,10 @@ from minirl.endpoint import tool_calls
 from minirl.endpoint.tool_calls import make_reader
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import read_answer
-from test_server import HI, TEMPLATE, TOOL, play
+from test_server import CALL, HI, TEMPLATE, TOOL, play
 
 NAMED = {"type": "function", "function": {"name": "add"}}
+FLAT_TOOL = {"type": "function", **TOOL["function"]}
 TWICE = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
@@ -186,6 +187,65 @@ def test_reward_functions_get_the_calls_and_the_replies():
     play(program, TWICE, "three")
 
 
+def test_responses():
+    async def program(w):
+        create = w.gpt.responses.create
+        first = await create(
+            model="any", instructions="s", input="hi", tools=[FLAT_TOOL], store=False
+        )
+        assert [item.type for item in first.output] == ["message", "function_call"]
+        assert first.output_text == "I add. " and first.status == "completed"
+        assert first.usage.output_tokens == len(CALL) + 1
+        call = first.output[1]
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+        answers = [item.model_dump(exclude_none=True) for item in first.output]
+        chat = [
+            {"role": "user", "content": "hi"},
+            *answers,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "2"},
+        ]
+        async with w.gpt.responses.stream(
+            model="any", instructions="s", input=chat, tools=[FLAT_TOOL]
+        ) as stream:
+            texts = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+            second = await stream.get_final_response()
+        assert "".join(texts) == second.output_text == "It is 2"
+        assert w.said() == [
+            (
+                f"<|system|>{json.dumps([TOOL])}<|end|><|system|>s<|end|><|user|>hi<|end|>"
+                f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|assistant|>It is 2<|end|>",
+                len(CALL) + 1 + 8,
+            )
+        ]
+        async with w.gpt.responses.stream(
+            model="any", input="hi", tools=[FLAT_TOOL], tool_choice="required"
+        ) as stream:
+            kinds = [event.type async for event in stream]
+            third = await stream.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert [item.type for item in third.output] == ["function_call", "function_call"]
+        cut = await create(model="any", input="hi", max_output_tokens=2)
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    play(program, CALL, "It is 2", TWICE, "long")
+
+
+def test_what_responses_cannot_do_is_refused():
+    async def program(w):
+        for wrong, why in (
+            ({"previous_response_id": "resp_1"}, "keeps no responses"),
+            ({"tools": [{"type": "web_search"}]}, "tool of type 'web_search'"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "item of type 'item_reference'"),
+            ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file'"),
+            ({"input": None}, "malformed request"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why):
+                await w.gpt.responses.create(**{"model": "any", "input": "hi"} | wrong)
+        assert w.engine.requests == [] and w.said() == []
+
+    play(program)
+
+
 def test_errors_are_one_sentence():
     async def program(w):
         wrong = await w.http.post("/v1/chat/completions", json={"messages": "hi"})
@@ -209,8 +269,9 @@ def test_errors_are_one_sentence():
         assert unknown.status_code == 404
         assert unknown.json()["error"]["message"] == (
             "there is no POST /v1/embeddings here; there are POST /v1/chat/completions, POST "
-            "/v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, POST /tokenize, "
-            "GET /v1/models, GET /health"
+            "/v1/completions, POST /v1/messages, POST /v1/responses, POST "
+            "/v1/messages/count_tokens, POST /tokenize, POST /detokenize, GET /v1/models, GET "
+            "/health"
         )
         with pytest.raises(openai.BadRequestError, match="the request has none"):
             await w.ask(messages=HI, tool_choice="required")

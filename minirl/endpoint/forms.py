@@ -1,13 +1,17 @@
-"""How OpenAI's and Anthropic's APIs write a request and its response, in one table.
+"""How each API writes a request and its response, in one table.
 
-Anthropic's messages are translated to OpenAI's chats. OpenAI's Responses are not there: their
-clients (openai-agents) speak chat completions, too.
+OpenAI's chat is what its responses and Anthropic's messages are translated to. Responses keep no
+state here: a request has all of its chat in `input`. What would need a memory
+(`previous_response_id`, `conversation`, `background`) or tools that run at the server is refused.
 """
 
+import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from minirl.base.errors import UserError, require
 from minirl.endpoint.http import MESSAGES
 from minirl.endpoint.protocol import JSONObject
 from minirl.endpoint.response import Choice, ChoicePart, PendingResponse
@@ -109,6 +113,19 @@ async def chat_events(response: PendingResponse) -> AsyncIterator[JSONObject]:
         yield head | {"choices": [], "usage": _chat_usage(response)}
 
 
+def _function_tool(**fields: Any) -> JSONObject:
+    """Return a tool as chats have it; fields that are None are left out."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": known}
+
+
+async def _text_parts(response: PendingResponse) -> AsyncIterator[ChoicePart]:
+    """Yield the parts of the only choice's text; an answer that only calls tools has none."""
+    async for part in response.parts():
+        if part.text or part.finish_reason != "tool_calls":
+            yield part
+
+
 # --------------------------------------------------------------------------------------------------
 # Anthropic's messages
 
@@ -125,9 +142,8 @@ def from_anthropic(body: JSONObject) -> JSONObject:
         messages += _from_anthropic_message(message)
     tools = []
     for tool in body.get("tools") or ():
-        function = {"name": tool["name"], "parameters": tool["input_schema"]}
-        function["description"] = tool.get("description", "")
-        tools.append({"type": "function", "function": function})
+        fields = {"name": tool["name"], "description": tool.get("description", "")}
+        tools.append(_function_tool(**fields, parameters=tool["input_schema"]))
     chat = {
         "messages": messages,
         "max_tokens": body["max_tokens"],
@@ -198,9 +214,7 @@ async def anthropic_events(response: PendingResponse) -> AsyncIterator[JSONObjec
     """Yield the response as events: the blocks of the message, one after the other."""
     begun = anthropic_body(response) | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": begun}
-    async for part in response.parts():
-        if not part.text and part.finish_reason == "tool_calls":
-            continue  # An answer that only calls tools has no text.
+    async for part in _text_parts(response):
         if part.is_first:
             block = {"type": "text", "text": ""}
             yield {"type": "content_block_start", "index": 0, "content_block": block}
@@ -219,9 +233,179 @@ async def anthropic_events(response: PendingResponse) -> AsyncIterator[JSONObjec
     yield {"type": "message_stop"}
 
 
+# --------------------------------------------------------------------------------------------------
+# OpenAI's responses
+
+NEEDS_MEMORY = ("previous_response_id", "conversation", "background", "prompt")
+PARTS = ("input_text", "output_text", "text")  # Names of a text in a content.
+
+
+def from_responses(body: JSONObject) -> JSONObject:
+    """Return the body of the chat that asks for the same."""
+    for name in NEEDS_MEMORY:
+        require(
+            not body.get(name),
+            f"{name} is not supported here: the endpoint keeps no responses; send the whole chat "
+            "as `input`, and wait for the answer",
+        )
+    messages: list[JSONObject] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    items = body["input"]
+    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+        _append_item(messages, item)
+    tools = []
+    for tool in body.get("tools") or ():
+        require(
+            tool["type"] == "function",
+            f"there is a tool of type {tool['type']!r}; the endpoint takes function tools, which "
+            "the client runs",
+        )
+        names = ("name", "description", "parameters")
+        tools.append(_function_tool(**{name: tool.get(name) for name in names}))
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": choice["type"], "function": {"name": choice["name"]}}
+    wanted = (body.get("text") or {}).get("format")
+    if wanted and wanted["type"] == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
+    return {
+        "messages": messages,
+        "max_tokens": body.get("max_output_tokens"),
+        "stream": body.get("stream"),
+        "tools": tools or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.get("parallel_tool_calls"),
+        "response_format": wanted,
+        "chat_template_kwargs": body.get("chat_template_kwargs"),
+    }
+
+
+def _append_item(messages: list[JSONObject], item: JSONObject) -> None:
+    """Append an item of the input. What an answer said and what it called become one message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item["role"], "content": _to_chat_content(item["content"])})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = _to_chat_content(item["output"])
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    else:
+        raise UserError(
+            f"the input has an item of type {kind!r}; the endpoint takes message, function_call "
+            "and function_call_output"
+        )
+
+
+def _to_chat_content(content: str | list[JSONObject]) -> str | list[JSONObject]:
+    """Return a content in the parts that chats have; raises UserError for other parts."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        kind = part["type"]
+        require(
+            kind in PARTS or kind == "input_image",
+            f"a content has a part of type {kind!r}; the endpoint takes texts and input_image",
+        )
+        if kind == "input_image":
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def _text_part(text: str) -> JSONObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _items(response: PendingResponse) -> list[JSONObject]:
+    """Return the items of the output: what was said, if anything was, then the calls."""
+    (choice,) = response.choices
+    items: list[JSONObject] = []
+    if choice.text or not choice.tool_calls:
+        item = {"id": f"msg_{response.name}", "type": "message", "role": "assistant"}
+        items.append(item | {"status": "completed", "content": [_text_part(choice.text)]})
+    for call in choice.calls_to_send():
+        item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
+        items.append(item | call["function"] | {"status": "completed"})
+    return items
+
+
+def responses_body(response: PendingResponse) -> JSONObject:
+    """Return OpenAI's response, as it stands; it has one choice."""
+    (choice,) = response.choices
+    is_cut = choice.finish_reason == "length"
+    status = "completed" if choice.finish_reason else "in_progress"
+    num_read, num_sampled = response.num_tokens()
+    return {
+        "id": f"resp_{response.name}",
+        "object": "response",
+        "created_at": response.created,
+        "completed_at": int(time.time()) if choice.finish_reason else None,
+        "status": "incomplete" if is_cut else status,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "model": MODEL,
+        "output": _items(response) if choice.finish_reason else [],
+        "parallel_tool_calls": response.request.parallel_tool_calls is not False,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": num_read,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": num_sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_read + num_sampled,
+        },
+    }
+
+
+async def responses_events(response: PendingResponse) -> AsyncIterator[JSONObject]:
+    """Yield the response as events: its items, one after the other."""
+    numbers = itertools.count()
+
+    def event(kind: str, **fields: Any) -> JSONObject:
+        return {"type": f"response.{kind}", **fields, "sequence_number": next(numbers)}
+
+    begun = responses_body(response) | {"status": "in_progress", "output": []}
+    yield event("created", response=begun)
+    yield event("in_progress", response=begun)
+    item: JSONObject = {"id": f"msg_{response.name}", "type": "message", "role": "assistant"}
+    place: JSONObject = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+    async for part in _text_parts(response):
+        if part.is_first:
+            item |= {"status": "in_progress", "content": []}
+            yield event("output_item.added", output_index=0, item=item)
+            yield event("content_part.added", **place, part=_text_part(""))
+        yield event("output_text.delta", **place, delta=part.text, logprobs=[])
+    for index, item in enumerate(_items(response)):
+        if item["type"] == "message":
+            (said,) = item["content"]
+            yield event("output_text.done", **place, text=said["text"], logprobs=[])
+            yield event("content_part.done", **place, part=said)
+        else:
+            begun = item | {"arguments": "", "status": "in_progress"}
+            yield event("output_item.added", output_index=index, item=begun)
+            place = {"item_id": item["id"], "output_index": index}
+            arguments = item["arguments"]
+            yield event("function_call_arguments.delta", **place, delta=arguments)
+            name = item["name"]
+            yield event("function_call_arguments.done", **place, arguments=arguments, name=name)
+        yield event("output_item.done", output_index=index, item=item)
+    ended = responses_body(response)
+    yield event(ended["status"], response=ended)
+
+
 CHAT = Form(dict, chat_body, chat_events, "data: [DONE]\n\n")
 FORMS = {  # By path.
     "/v1/chat/completions": CHAT,
     COMPLETIONS: CHAT,
     MESSAGES: Form(from_anthropic, anthropic_body, anthropic_events),
+    "/v1/responses": Form(from_responses, responses_body, responses_events),
 }

@@ -31,7 +31,9 @@ from minirl.envs import Session
 from minirl.rollout.conversation import Conversation
 
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
-TOKENIZE = "/tokenize"  # vLLM's own.
+# vLLM's own.
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 
 class Endpoint:
@@ -57,7 +59,7 @@ class Endpoint:
         self._cfg = cfg
         self._longest_token = max(map(len, prompts.tokenizer.get_vocab()))
         posts = [Route(path, self._complete, methods=["POST"]) for path in FORMS]
-        for path in (COUNT_TOKENS, TOKENIZE):
+        for path in (COUNT_TOKENS, TOKENIZE, DETOKENIZE):
             posts.append(Route(path, self._tokenize, methods=["POST"]))
         routes = [*posts, Route("/v1/models", self._models), Route("/health", lambda _: Response())]
         self._server = make_server(routes, cfg.limits)
@@ -134,16 +136,23 @@ class Endpoint:
         return JSONResponse(form.body(response))
 
     async def _tokenize(self, http_request: HTTPRequest) -> JSONResponse:
-        """Answer with the tokens of a prompt as the engine reads it, or with their number."""
+        """Answer with the tokens of a prompt as the engine reads it, their number, or their text.
+
+        Tokens are read as the prompt of a completion, which refuses what are no tokens.
+        """
         path = http_request.url.path
         async with self._reading(http_request) as (session, fields):
             if path == COUNT_TOKENS:
                 fields = from_anthropic({"max_tokens": 1, **fields})
+            if path == DETOKENIZE:
+                fields = {"prompt": fields["tokens"]}
             prompts = session.read_prompts(parse_request(fields))
             require(len(prompts) == 1, f"{path} takes one prompt, and there are {len(prompts)}")
             tokens = prompts[0].tokens
         if path == COUNT_TOKENS:
             return JSONResponse({"input_tokens": len(tokens)})
+        if path == DETOKENIZE:
+            return JSONResponse({"prompt": prompts[0].text})
         said = {"count": len(tokens), "max_model_len": session.max_model_len, "tokens": tokens}
         return JSONResponse(said)
 
