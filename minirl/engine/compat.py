@@ -14,6 +14,9 @@ from transformers.integrations.heterogeneity.configuration_utils import (
 
 from minirl.base.errors import UserError, require
 
+# Versions of vLLM with whose parts minirl works.
+VERSIONS = ("0.26.", "0.32.")
+
 # Families that vLLM 0.26 cannot hold, or of which it computes other log-probs.
 NOT_IN_0_26 = (
     "hunyuan_v1_dense",
@@ -30,6 +33,21 @@ def is_old() -> bool:
     import vllm
 
     return vllm.__version__.startswith("0.26.")
+
+
+def check_version() -> None:
+    """Refuse a vLLM whose scheduler engine/scheduler.py does not know.
+
+    Raises:
+        UserError: its version is another one.
+    """
+    import vllm
+
+    require(
+        vllm.__version__.startswith(VERSIONS),
+        f"vLLM {vllm.__version__} is not a version that minirl knows from within; install vLLM "
+        "0.32, or 0.26 for torch 2.11",
+    )
 
 
 def check_family(folder: Path) -> None:

@@ -93,7 +93,13 @@ class RolloutEngine:
     Its weights are random until the first refit, so that it reads no checkpoint. With
     `load_weights` it reads them from the folder; with `vision`, too: vLLM keeps the scaling
     of pixels in a buffer of the image tower, which its `dummy` loader would fill with noise.
+
+    Attributes:
+        scheduler_cls: the path of what makes the scheduler; None: vLLM's own, which takes the host
+            longer.
     """
+
+    scheduler_cls: str | None = "minirl.engine.scheduler.make_scheduler"
 
     def __init__(
         self,
@@ -146,6 +152,9 @@ class RolloutEngine:
             self.routes = ReturnedRoutes(self.model)
         elif routes:
             self.routes = SlotRoutes(self.llm, self.model)
+        self._scheduler: Any = None  # If it is minirl's.
+        if self.scheduler_cls and not routes:
+            self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -166,6 +175,7 @@ class RolloutEngine:
 
             gc.enable()
 
+            compat.check_version()
             compat.check_family(folder)
             patches.patch_transformers_base()
             if not self.on_cuda:
@@ -180,6 +190,8 @@ class RolloutEngine:
             if routes and self.on_cuda:
                 compat.check_routes()
                 arguments["enable_return_routed_experts"] = True
+            if not routes:  # vLLM returns them, or may be asked for them, with every token.
+                arguments["scheduler_cls"] = self.scheduler_cls
             try:
                 return vllm, vllm.LLM(**arguments)
             except (ValueError, RuntimeError, AssertionError) as error:
@@ -465,7 +477,10 @@ class RolloutEngine:
     def unfinished(self) -> Iterator[EngineOutput]:
         """Yield what has been sampled for requests that are neither finished nor streamed."""
         final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        for state in self.llm.llm_engine.output_processor.request_states.values():
+        processor = self.llm.llm_engine.output_processor
+        if self._scheduler:
+            processor.process_outputs(self._scheduler.take_sampled())
+        for state in processor.request_states.values():
             if state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
