@@ -164,10 +164,8 @@ class ServeConfig:
     dtype: Dtype = "auto"  # Of the forward. auto: as policy.dtype in training.
     #: A longer text is scored by its last tokens. 0: 8192, or as many as the model has positions.
     max_tokens: NonNegativeInt = 0
-    #: Tokens in a forward. Texts of requests that come together share it.
+    #: Tokens in a forward. Texts of requests that come while the model runs share the next one.
     tokens_per_batch: PositiveInt = 16384
-    #: How long a text waits for others before the model runs.
-    wait_ms: NonNegative = 5.0
     #: Environment variable with the key that clients must send, as a bearer token. Empty: no key.
     api_key_env: str = ""
     limits: LimitsConfig = field(default_factory=LimitsConfig)

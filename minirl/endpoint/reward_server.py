@@ -1,16 +1,15 @@
 """A reward model's server: it answers the protocol of rewards/http.py.
 
-Texts of requests that come together are scored in one forward. What cannot be read is refused
-before it joins others, and each text of a forward that fails is tried alone.
+Texts of requests that come while the model runs are scored in one forward. What cannot be read is
+refused before it joins others, and each request of a forward that fails is tried alone.
 """
 
 import asyncio
+import itertools
 import math
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -27,7 +26,6 @@ from minirl.endpoint.http import (
     read_json,
     require_key,
     require_loopback,
-    wait_for_disconnect,
 )
 from minirl.types.packed import Trajectory
 
@@ -40,16 +38,15 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
 
     Args:
         encode: makes a text the sequence to score; called in one thread.
-        score: returns the scores of sequences; called in another thread, with at most
-            `tokens_per_batch` tokens unless a single sequence has more.
-        cfg: address, key, limits, and how texts share a forward.
+        score: returns the scores of sequences; called in another thread.
+        cfg: address, key and limits.
 
     Raises:
         UserError: the address is not free, or the variable that should have the key is not set.
     """
     key = key_of_environment("api_key_env", cfg.api_key_env)
     with bind(cfg.host, cfg.port) as bound_socket:
-        asyncio.run(_serve(Batcher(encode, score, cfg), key, cfg, bound_socket))
+        asyncio.run(_serve(Batcher(encode, score), key, cfg, bound_socket))
 
 
 async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: Any) -> None:
@@ -71,44 +68,29 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
             f"{cfg.limits.prompts}; send several requests (minirl.rl sends at most reward.threads "
             "queries in one)",
         )
-        scoring = asyncio.ensure_future(batcher.score(texts))
-        leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))
-        await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not scoring.done():
-            scoring.cancel()
-            return JSONResponse({})  # nobody reads it
-        return JSONResponse({"rewards": scoring.result()})
+        return JSONResponse({"rewards": await batcher.score(texts)})
 
     routes = [Route(path, get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
-    running = asyncio.create_task(batcher.run())
-    try:
-        await make_server(routes, cfg.limits).serve([bound_socket])
-    finally:
-        running.cancel()
+    await make_server(routes, cfg.limits).serve([bound_socket])
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A sequence that waits for its score."""
+class _Waiting(NamedTuple):
+    """The sequences of a request, which wait for their scores."""
 
-    row: Trajectory
-    score: asyncio.Future[float]  # cancelled when its client leaves
+    rows: list[Trajectory]
+    scores: asyncio.Future[list[float]]
 
 
 class Batcher:
-    """Scores the texts of all requests, as many in a forward as its budget of tokens allows."""
+    """Scores the texts of all requests: those that wait while the model runs share the next one."""
 
-    def __init__(self, encode: Encode, score: Score, cfg: ServeConfig):
-        """`cfg` has the budget, and how long to wait for other requests."""
-        self._encode = encode
-        self._score = score
-        self._tokens_per_batch = cfg.tokens_per_batch
-        self._wait_seconds = cfg.wait_ms / 1000
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._model = ThreadPoolExecutor(1, thread_name_prefix="score")
-        self._waiting: deque[_Waiting] = deque()
-        self._news = asyncio.Event()  # Something waits.
+    def __init__(self, encode: Encode, score: Score):
+        self.encode = encode
+        self.score_rows = score
+        self.encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self.model = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self.running = asyncio.Lock()
+        self.waiting: list[_Waiting] = []
 
     async def score(self, texts: list[str]) -> list[float]:
         """Return the scores of the texts, in their order.
@@ -117,65 +99,43 @@ class Batcher:
             BadRequest: a text cannot be read or scored, or its score is not finite.
         """
         loop = asyncio.get_running_loop()
-        rows = await loop.run_in_executor(self._encoder, self._encode_all, texts)
-        mine = [_Waiting(row, loop.create_future()) for row in rows]
-        self._waiting += mine
-        self._news.set()
-        scores = await asyncio.gather(*(each.score for each in mine), return_exceptions=True)
+        rows = await loop.run_in_executor(self.encoder, self._encode_all, texts)
+        mine = _Waiting(rows, loop.create_future())
+        self.waiting.append(mine)
+        async with self.running:
+            if not mine.scores.done():
+                batch = self.waiting
+                self.waiting = []
+                await self._score_batch(batch)
+        scores = mine.scores.result()
         for number, score in enumerate(scores):
-            if isinstance(score, BaseException):
-                raise BadRequest(f"query {number} cannot be scored: {score!r}", 500)
             if not math.isfinite(score):  # another try would not help
                 raise BadRequest(f"query {number} was scored {score}", 422)
-        return [score for score in scores if not isinstance(score, BaseException)]
+        return scores
 
     def _encode_all(self, texts: list[str]) -> list[Trajectory]:
         rows = []
         for number, text in enumerate(texts):
             try:
-                rows.append(self._encode(text))
+                rows.append(self.encode(text))
             except UserError as error:
                 raise BadRequest(f"query {number}: {error}") from error
         return rows
 
-    async def run(self) -> None:
-        """Score what waits, until this task is cancelled."""
-        while True:
-            await self._news.wait()
-            await asyncio.sleep(self._wait_seconds)
-            if batch := self._take():
-                await self._score_batch(batch)
-
-    def _take(self) -> list[_Waiting]:
-        """Take the sequences that wait longest and fit into the budget, at least one."""
-        batch: list[_Waiting] = []
-        num_tokens = 0
-        waiting = deque(each for each in self._waiting if not each.score.cancelled())
-        while waiting:
-            # The end, and the token whose row is its score.
-            num_tokens += len(waiting[0].row.tokens) + 2
-            if batch and num_tokens > self._tokens_per_batch:
-                break
-            batch.append(waiting.popleft())
-        self._waiting = waiting
-        if not waiting:
-            self._news.clear()
-        return batch
-
     async def _score_batch(self, batch: list[_Waiting]) -> None:
-        """Set the scores of a batch; if it fails, those of each sequence alone."""
+        """Set the scores of some requests; if their forward fails, those of each alone."""
+        rows = list(itertools.chain.from_iterable(each.rows for each in batch))
         loop = asyncio.get_running_loop()
-        rows = [each.row for each in batch]
         try:
-            scores = await loop.run_in_executor(self._model, self._score, rows)
+            scores = await loop.run_in_executor(self.model, self.score_rows, rows) if rows else []
         except Exception as error:  # a forward may raise anything, and the others must be answered
             if len(batch) == 1:
-                if not batch[0].score.cancelled():
-                    batch[0].score.set_exception(error)
+                batch[0].scores.set_exception(BadRequest(f"it cannot be scored: {error!r}", 500))
                 return
             for each in batch:
                 await self._score_batch([each])
             return
-        for each, score in zip(batch, scores, strict=True):
-            if not each.score.cancelled():
-                each.score.set_result(score)
+        first = 0
+        for each in batch:
+            each.scores.set_result(scores[first : first + len(each.rows)])
+            first += len(each.rows)
