@@ -1,5 +1,4 @@
-"""Adapters as files: merged into a model file by file, exported from checkpoints, and refused where
-they do not fit."""
+"""Adapters as files: exported, merged or not, and refused where they do not fit."""
 
 import json
 import re
@@ -15,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import RankFailed, ranks
-from minirl.checkpoint.commands import export_checkpoint, merge
+from minirl.checkpoint.commands import export_checkpoint
 from minirl.checkpoint.exporting import export, export_adapter
 from minirl.checkpoint.state import Saver
 from minirl.config.parse import save_config
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import CheckpointConfig, ExportConfig, MergeConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.train.policy import Policy
 from sharded import whole
 from test_lora import fill, read_back
@@ -42,8 +41,11 @@ def write(mesh, run, cfg, score=False):
 
 
 def run_command(mesh, cfg):
-    command = merge if isinstance(cfg, MergeConfig) else export_checkpoint
-    command(cfg, mesh)
+    export_checkpoint(cfg, mesh)
+
+
+def start_and_export(mesh, cfg, output):
+    export(Policy(cfg, Path(cfg.model), mesh), output)
 
 
 def config_of(folder, run, dtype, **lora):
@@ -75,28 +77,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merge_and_export_write_what_the_policy_exports(tmp_path, kind):
+def test_export_writes_what_the_policy_exports(tmp_path, kind):
     family, lora, score = KINDS[kind]
     folder = tiny.make(tmp_path / "m", family, dtype=torch.bfloat16, **SIZES)
     run = tmp_path / "run"
     run.mkdir()
     ranks(2, write, run, config_of(folder, run, "bfloat16", **lora), score)
-
-    quantization = lora.get("quantization", "none")
-    merged = tmp_path / "merged"
-    ranks(
-        2,
-        run_command,
-        MergeConfig(
-            command="merge",
-            adapter=str(run / "adapter"),
-            output=str(merged),
-            quantization=quantization,
-        ),
-    )
-    assert_same_weights(merged, run / "live")
-    for name in ("config.json", "tokenizer.json"):
-        assert (merged / name).read_text() == (run / "live" / name).read_text()
 
     ranks(1, run_command, ExportConfig(command="export", run=str(run)))
     assert_same_weights(run / "model-step-1", run / "live")
@@ -110,7 +96,7 @@ def test_merge_and_export_write_what_the_policy_exports(tmp_path, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_an_adapter_of_peft_is_merged_as_peft_does_and_trained_on(tmp_path, dtype):
+def test_an_adapter_of_peft_is_trained_on_and_merged_as_peft_does(tmp_path, dtype):
     folder = tiny.make(tmp_path / "m", "qwen3", dtype=dtype)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     settings = PeftConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
@@ -122,9 +108,12 @@ def test_an_adapter_of_peft_is_merged_as_peft_does_and_trained_on(tmp_path, dtyp
             torch.nn.init.normal_(p, std=0.1)
     made.save_pretrained(tmp_path / "adapter")
 
-    cfg = MergeConfig(command="merge", adapter=str(tmp_path / "adapter"), model=str(folder))
-    ranks(1, run_command, cfg)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter-merged", dtype=dtype)
+    lora = LoraConfig(
+        rank=4, alpha=8, targets=["q_proj", "down_proj"], adapter=str(tmp_path / "adapter")
+    )
+    cfg = PolicyConfig(model=str(folder), dtype=str(dtype).removeprefix("torch."), lora=lora)
+    ranks(1, start_and_export, cfg, tmp_path / "merged")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype)
     fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     adapted = PeftModel.from_pretrained(
         fresh, tmp_path / "adapter", autocast_adapter_dtype=wide
@@ -136,13 +125,7 @@ def test_an_adapter_of_peft_is_merged_as_peft_does_and_trained_on(tmp_path, dtyp
         else:  # one rounding: PEFT rounds B A before it adds it, too
             torch.testing.assert_close(weight, theirs[name], rtol=2**-7, atol=2**-10)
 
-    start = PolicyConfig(
-        model=str(folder),
-        dtype="float64",
-        lora=LoraConfig(
-            rank=4, alpha=8, targets=["q_proj", "down_proj"], adapter=str(tmp_path / "adapter")
-        ),
-    )
+    start = PolicyConfig(model=str(folder), dtype="float64", lora=lora)
     in_file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     read = ranks(2, read_back, folder, start)[0]
     assert len(read) == len(in_file)
@@ -245,34 +228,26 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"config": {"use_dora": True}}, "use_dora is True in its adapter_config.json, and minirl"),
         ({"config": {"bias": "all"}}, "bias is 'all' in its adapter_config.json, and minirl has"),
         ({"config": {"peft_type": "IA3"}}, "peft_type is 'IA3' in its"),
-        ({"config": {"base_model_name_or_path": None}}, "is empty; name the model .* by --model"),
-        ({"config": {"base_model_name_or_path": "/no"}}, "base_model_name_or_path in .* = '?/no"),
         ({"weights": {NAME: torch.zeros(4, 9)}}, r"of another base: .* is \[4, 9\], and the model"),
         ({"weights": {NAME: torch.full((4, 128), torch.nan)}}, "has NaN or infinity; take another"),
-        ({"weights": {"base_model.model.x.lora_A.weight": torch.zeros(1)}}, "matches no linear"),
+        ({"weights": {"base_model.model.x.lora_A.weight": torch.zeros(1)}}, "has besides"),
     ],
 )
-def test_adapters_that_cannot_be_merged_are_refused(written, tmp_path, change, says):
+def test_adapters_that_do_not_fit_the_model_are_refused(written, tmp_path, change, says):
     copy = damage(written, tmp_path / "copy", **change)
     with pytest.raises(RankFailed, match=says):
-        ranks(1, run_command, MergeConfig(command="merge", adapter=str(copy)))
-    assert not list(tmp_path.glob("copy-*"))
+        ranks(1, start, written / "m", LoraConfig(rank=4, alpha=8, adapter=str(copy)))
 
 
 def test_folders_that_are_not_what_they_should_be_are_refused(written, tmp_path):
-    merged = MergeConfig(command="merge", adapter=str(written / "m"))
-    with pytest.raises(RankFailed, match="has no adapter_config.json; give the folder of"):
-        ranks(1, run_command, merged)
-    there = MergeConfig(
-        command="merge", adapter=str(written / "adapter"), output=str(written / "m")
-    )
+    there = ExportConfig(command="export", run=str(written), output=str(written / "m"))
     with pytest.raises(RankFailed, match=r"--output .* exists; name another folder"):
         ranks(1, run_command, there)
     torn = shutil.copytree(written / "adapter", tmp_path / "torn")
     file = torn / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(RankFailed, match="adapter_model.safetensors cannot be read"):
-        ranks(1, run_command, MergeConfig(command="merge", adapter=str(torn)))
+        ranks(1, start, written / "m", LoraConfig(rank=4, alpha=8, adapter=str(torn)))
     with pytest.raises(RankFailed, match=re.escape("--adapter: ") + ".*has trained all weights"):
         ranks(1, run_command, whole_run(written, tmp_path / "run"))
 

@@ -34,7 +34,7 @@ from minirl.base.oversight import Oversight
 from minirl.config.lookup import find_function
 from minirl.config.parse import parse_flags
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import EvaluateConfig, ExportConfig, MergeConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
@@ -64,7 +64,6 @@ PROGRAMS = {
     "minirl.kto": KTOConfig,
     "minirl.evaluate": EvaluateConfig,
     "minirl.checkpoint": ExportConfig,
-    "minirl.checkpoint merge": MergeConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans
     "minirl.rollout.records": None,  # no flags
     "minirl.view": None,  # flags of its own

@@ -1,9 +1,8 @@
-"""What `python -m minirl.checkpoint` does: export a checkpoint, and merge an adapter.
+"""What `python -m minirl.checkpoint` does: export a checkpoint.
 
-An adapter is merged a file at a time, without a model in memory.
+Adapters are merged a file at a time, without a model in memory.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from minirl.checkpoint.finding import (
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.parse import load_config
 from minirl.config.policy import LoraConfig, PolicyConfig
-from minirl.config.shared import ExportConfig, MergeConfig
+from minirl.config.shared import ExportConfig
 from minirl.config.validate import check_run
 from minirl.model import build, causal, families, loading
 from minirl.model.adapters import files, lora, nf4
@@ -154,37 +153,6 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             publish_adapter(tensors, described, output, mesh)
         else:
             write_model(base.plan(mesh), base.read, output, mesh)
-    if mesh.rank == 0:
-        print(output)
-
-
-def merge(cfg: MergeConfig, mesh: Mesh) -> None:
-    """Merge an adapter.
-
-    Raises:
-        UserError: there is no adapter, or it is of another model, or the output folder exists.
-    """
-    folder = Path(cfg.adapter)
-    settings = files.read_settings(folder, "adapter")
-    modules, whole = files.read_names(folder, "adapter")
-    setting = "model"
-    name = cfg.model
-    if not name:
-        setting = f"base_model_name_or_path in {folder / files.CONFIG}"
-        name = files.base_of(folder, "adapter")
-        require(name, f"{setting} is empty; name the model that {folder} adapts by --model")
-    source = build.find_folder(name, setting)
-    output = Path(cfg.output or f"{cfg.adapter.rstrip('/')}-merged")
-    _require_new(output)
-    mesh.barrier()  # all ranks have looked
-
-    # The dtype of a model's files is that of its largest weight.
-    weights = open_weights(source)
-    largest = max(weights.values(), key=lambda weight: torch.Size(weight.get_shape()).numel())
-    settings = replace(settings, targets=modules, quantization=cfg.quantization)
-    base = Base(source, settings, largest[:1].dtype, "adapter", frozenset(whole))
-    files.fill_trained(base.trained, folder, "adapter")
-    write_model(base.plan(mesh), base.read, output, mesh)
     if mesh.rank == 0:
         print(output)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from minirl.config.policy import ParallelConfig, PolicyConfig, Quantization
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.values import (
     Finite,
     Gigabytes,
@@ -377,7 +377,7 @@ class ExportConfig:
     Under torchrun the ranks share the work.
     """
 
-    command: Literal["export"]  # What to do; the other is merge, of an adapter.
+    command: Literal["export"]  # What to do; there is nothing else.
     run: str  # Folder of a run of minirl.rl or minirl.sft.
     #: Which checkpoint; the newest if neither this nor `best` is given.
     step: NonNegativeInt | None = None
@@ -386,23 +386,4 @@ class ExportConfig:
     output: str = ""
     #: Of a run with policy.lora: write the adapter in PEFT's format instead of the merged model.
     adapter: bool = False
-    timeout_minutes: Minutes = 30.0  # A collective that takes longer ends the program.
-
-
-@dataclass(kw_only=True)
-class MergeConfig:
-    """Write a model with an adapter merged into it: `python -m minirl.checkpoint merge ADAPTER`.
-
-    The adapter is in PEFT's format. A file of the model is in memory at a time. Under torchrun the
-    ranks share the work.
-    """
-
-    command: Literal["merge"]  # What to do; the other is export, of a checkpoint.
-    adapter: str  # Folder of an adapter.
-    #: Folder or hub id of the model that it adapts; empty: what the adapter says of it.
-    model: str = ""
-    #: nf4: the model is rounded to four bits first, as it was in training with
-    #: policy.lora.quantization nf4.
-    quantization: Quantization = "none"
-    output: str = ""  # Folder to write; empty: the adapter's with -merged at its end.
     timeout_minutes: Minutes = 30.0  # A collective that takes longer ends the program.

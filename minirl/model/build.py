@@ -86,7 +86,7 @@ def find_folder(model: str, setting: str) -> Path:
     require(
         not is_adapter_folder(folder) or list(folder.glob("config.json")),
         f"{setting} = {folder} is an adapter; name the model that it adapts, and the adapter with "
-        "policy.lora.adapter, or merge the two (python -m minirl.checkpoint merge)",
+        "policy.lora.adapter, or merge the two (merge_and_unload of peft)",
     )
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")

@@ -7,7 +7,7 @@ of experts it has a wrapper each (`target_parameters`), one around the other: A 
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,12 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
     Raises:
         UserError: there is none, or it is of a kind that minirl does not have.
     """
-    described = _read_config(folder, setting)
+    require(
+        is_adapter_folder(folder),
+        f"{setting} = {folder} has no {CONFIG}; give the folder of an adapter in PEFT's format",
+    )
+    with library_reads(f"{setting} = {folder}/{CONFIG}"):
+        described = json.loads((folder / CONFIG).read_text())
     for name, plain in (
         ("peft_type", "LORA"),
         ("use_dora", False),
@@ -173,22 +178,6 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
     )
 
 
-def base_of(folder: Path, setting: str) -> str:
-    """Return the model that an adapter says it adapts; empty: it says none."""
-    described = _read_config(folder, setting)
-    return described.get("base_model_name_or_path") or ""
-
-
-def _read_config(folder: Path, setting: str) -> dict[str, Any]:
-    """Return what PEFT's config says. Raises UserError if there is none."""
-    require(
-        is_adapter_folder(folder),
-        f"{setting} = {folder} has no {CONFIG}; give the folder of an adapter in PEFT's format",
-    )
-    with library_reads(f"{setting} = {folder}/{CONFIG}"):
-        return json.loads((folder / CONFIG).read_text())
-
-
 @torch.no_grad()
 def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
     """Fill this rank's shards of the adapters, and of what is trained whole, from PEFT's file.
@@ -199,7 +188,8 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
         setting: of the folder, for messages.
 
     Raises:
-        UserError: the adapter is of another rank, scale, base or set of targets than the model's.
+        UserError: the adapter is of another rank, scale, base or set of targets than the model's,
+            or cannot be read.
     """
     folder = Path(cfg.adapter)
     found = read_settings(folder, setting)
@@ -211,25 +201,11 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
             f"{setting} = {folder} has {name} {there}, and {section}.{name} is {here}; set "
             f"{section}.{name} {there}",
         )
-    fill_trained(trained(model), folder, setting)
-
-
-@torch.no_grad()
-def fill_trained(trained: Mapping[str, Tensor], folder: Path, setting: str) -> None:
-    """Fill adapters, and what is trained whole, from PEFT's file.
-
-    Args:
-        trained: this rank's parts of them, by the model's names.
-        folder: of the adapter.
-        setting: of the folder, for messages.
-
-    Raises:
-        UserError: the file holds others, or cannot be read.
-    """
+    parts = trained(model)
     place = f"{setting} = {folder}"
     with _opened(folder, setting) as file:
         there = set(file.keys())
-        wanted = {name_in_file(name) for name in trained}
+        wanted = {name_in_file(name) for name in parts}
         missing = sorted(wanted - there)
         extra = sorted(there - wanted)
         require(
@@ -238,7 +214,7 @@ def fill_trained(trained: Mapping[str, Tensor], folder: Path, setting: str) -> N
             f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
             "policy.model and policy.lora.targets as it was trained",
         )
-        for name, p in trained.items():
+        for name, p in parts.items():
             t = file.get_tensor(name_in_file(name))
             expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
             require(
@@ -261,27 +237,3 @@ def _opened(folder: Path, setting: str) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise UserError(f"{setting} = {folder}: {WEIGHTS} cannot be read: {error}") from error
-
-
-def read_names(folder: Path, setting: str) -> tuple[list[str], list[str]]:
-    """Return what an adapter adapts: names of modules, and of weights that it holds whole.
-
-    Args:
-        folder: of the adapter.
-        setting: of the folder, for messages.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    with _opened(folder, setting) as file:
-        names = sorted(file.keys())
-    modules = set()
-    whole = []
-    for name in names:
-        in_model = name.removeprefix(PREFIX).removesuffix(".weight")
-        module, _, which = in_model.rpartition(".")
-        if which in (LORA_A, LORA_B):
-            modules.add(module.removesuffix(".base_layer"))
-        else:
-            whole.append(name.removeprefix(PREFIX))
-    return sorted(modules), whole
