@@ -18,6 +18,7 @@ from minirl.batch.recurrence import build_recurrence
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import checks, delta_net
 from minirl.train.policy import Policy
+from minirl.types.packed import LayerBatch
 from test_model import CPU, model_batch
 
 # Rows of each sequence, and the earlier one that it begins behind: chunks of 64 that are full,
@@ -142,7 +143,7 @@ def test_one_sequence_changes_no_bit_of_another(tmp_path, family):
 def test_a_batch_that_was_packed_for_another_model_is_refused():
     batch = SimpleNamespace(recurrence=None)
     with pytest.raises(NotImplementedError, match="a layer has a state"):
-        delta_net.forward(None, torch.zeros(1, 1, 1), pack=batch)
+        delta_net.forward(None, torch.zeros(1, 1, 1), pack=LayerBatch(batch))
 
 
 def test_a_mesh_that_does_not_divide_the_heads_is_refused():

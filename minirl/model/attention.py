@@ -10,6 +10,7 @@ parallelism so is what other ranks hold.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minirl.model import flash
 from minirl.parallel.placements import RingTransfer, gather_keys
-from minirl.types.packed import Block, Context, Options, Packed, Rectangle, RowIndex
+from minirl.types.packed import (
+    Block,
+    Context,
+    LayerBatch,
+    Options,
+    Packed,
+    Rectangle,
+    RowIndex,
+)
 
 NAME = "minirl"
 # Of a model and its parts; the patches of an image see each other.
@@ -228,7 +237,8 @@ class Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         gradients: list[Tensor] = []
         if ctx.ring:
-            flash.fill(gradients, q, k, v, dtype=torch.promote_types(q.dtype, torch.float32))
+            wide = torch.promote_types(q.dtype, torch.float32)
+            gradients = [flash.zeros(x, wide) for x in (q, k, v)]
         for block, k_here, v_here in _steps(k, v, ctx.blocks, ctx.ring):
             block_backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
@@ -346,7 +356,8 @@ def block_backward(
     if can_flash(q, options):
         flash.backward(gradients, dout, q, k, v, out, lse, block, options)
         return
-    flash.fill(gradients, q, k, v)
+    if not gradients:
+        gradients.extend(map(flash.zeros, (q, k, v)))
     for r in block.padded.rectangles:
         do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row; its gradient would count twice
@@ -418,4 +429,9 @@ def _cpu_can(q: Tensor, options: Options) -> bool:
     return q.device.type == "cpu" and options.softcap is None
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+def attention_of_layer(*tensors: Any, pack: LayerBatch, **options: Any) -> tuple[Tensor, None]:
+    """Do as `packed_attention`, in a layer."""
+    return packed_attention(*tensors, pack=pack.batch, **options)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention_of_layer)

@@ -12,7 +12,7 @@ from minirl.model.adapters import lora, nf4
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.tensor import LORA_A, LORA_B, TensorParallel
-from minirl.types.packed import Packed
+from minirl.types.packed import LayerBatch, Packed
 
 SCORE = "score.weight"  # Of the score head, in files, too.
 
@@ -57,7 +57,7 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
             input_ids=batch.inputs[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            pack=batch,
+            pack=LayerBatch(batch),
         ).last_hidden_state
 
     tower = _look(model, batch)
@@ -92,7 +92,7 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
         if images.positions is None
         else images.positions[:, None],
         use_cache=False,
-        pack=batch,
+        pack=LayerBatch(batch),
         **more,
     ).last_hidden_state
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.parallel.placements import AllToAll, local_parts
-from minirl.types.packed import Context, Packed, Recurrence, Span
+from minirl.types.packed import Context, LayerBatch, Recurrence, Span
 
 EPSILON = 1e-6  # Under the root of the norms of queries and keys.
 
@@ -40,7 +40,7 @@ def install(model: nn.Module) -> None:
         net.forward = partial(forward, net)
 
 
-def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: object) -> Tensor:
+def forward(module: Any, hidden_states: Tensor, *, pack: LayerBatch, **kwargs: object) -> Tensor:
     """Stand in for the forward of the library's layer.
 
     Args:
@@ -52,14 +52,14 @@ def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: objec
     Returns:
         [1, T, H].
     """
-    recurrence = pack.recurrence
+    recurrence = pack.batch.recurrence
     if recurrence is None:
         raise NotImplementedError("a layer has a state; pack with RowLayout(convolution=...)")
     if kwargs.get("attention_mask") is not None or kwargs.get("cache_params") is not None:
         raise NotImplementedError("a packed batch has no padding, and no cache")
 
     mixed, gate, b, a = _project(module, hidden_states)
-    heads = _Heads(module, pack.context)
+    heads = _Heads(module, pack.batch.context)
     rows = heads.gather(torch.cat([mixed, b, a], dim=-1), recurrence)
     key_dim, value_dim, num_heads = heads.sizes
     mixed, b, a = rows.split([2 * key_dim + value_dim, num_heads, num_heads], dim=-1)

@@ -138,25 +138,24 @@ def backward(
         block_gradients = torch.ops.aten._flash_attention_backward(
             *inputs, 0.0, block.causal, random_state, unused, **_arguments(block, options)
         )
-    if not gradients and block.rows is None and block.key_rows is None:
-        gradients.extend(block_gradients)
-        return
-    fill(gradients, q, k, v)
-    for total, rows, gradient in zip(
-        gradients, (block.rows, block.key_rows, block.key_rows), block_gradients, strict=True
-    ):
+    is_first = not gradients
+    indices = (block.rows, block.key_rows, block.key_rows)
+    for number, gradient in enumerate(block_gradients):
+        rows = indices[number]
+        if is_first and rows is None:
+            gradients.append(gradient)  # the sum so far
+            continue
+        if is_first:
+            gradients.append(zeros((q, k, v)[number]))
         if rows is None:
-            total.add_(gradient)
+            gradients[number].add_(gradient)
         else:
-            total.index_add_(0, rows, gradient.to(total.dtype))
+            gradients[number].index_add_(0, rows, gradient.to(gradients[number].dtype))
 
 
-def fill(gradients: list[Tensor], *inputs: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Let an empty list hold a gradient of 0 for each input, to which blocks add theirs."""
-    if not gradients:
-        for x in inputs:
-            zeros = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-            gradients.append(zeros)
+def zeros(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a gradient of `x` to which blocks add theirs."""
+    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:

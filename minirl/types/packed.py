@@ -334,3 +334,16 @@ class Packed:
     returns: Tensor = UNSET
     # bool [T]: tokens with a policy gradient (algo.entropy_share). None: all of them.
     high_entropy_mask: Tensor | None = None
+
+
+class LayerBatch:
+    """A micro-batch in the keyword arguments of layers.
+
+    FSDP looks for gradients in the arguments of every layer. From torch 2.13 on it goes through all
+    fields of a dataclass for that, and not through this, which holds none.
+    """
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Packed):
+        self.batch = batch
