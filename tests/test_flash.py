@@ -5,7 +5,6 @@ the arguments' types, and their mask: with more keys than queries it lies at the
 """
 
 import dataclasses
-import functools
 import importlib.machinery
 import itertools
 import sys
@@ -14,13 +13,13 @@ import types
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from in_memory import SeesAhead, with_images
 from minirl.base.errors import UserError
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
-from minirl.model import attention, build, flash
+from minirl.model import attention, flash, selective
 from minirl.model.attention import attend, packed_attention
 from minirl.types.packed import Context, Options
 from test_packing import groups
@@ -559,7 +558,6 @@ def test_what_flash_attention_can(install, dtype, head_dim, softcap, can):
 
 
 def test_kernels_of_packages_are_known_to_tensors_without_values():
-    """And to selective checkpointing, by the operator's name (model/build.py)."""
     with torch.device("meta"):
         q = torch.empty(7, 8, 16, dtype=torch.bfloat16)
         k = torch.empty(9, 2, 16, dtype=torch.bfloat16)
@@ -595,7 +593,7 @@ def test_selective_checkpointing_keeps_the_results(choose, install, monkeypatch,
         q,
         k,
         use_reentrant=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, build.KEPT),
+        context_fn=selective.contexts,
     )
     out.sum().backward()
     assert calls == [10, 11]  # one forward, one backward

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from vllm.device_allocator import cumem
 
 import test_fused
@@ -29,7 +29,7 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import patches
 from minirl.engine.engine import RolloutEngine
-from minirl.model import attention, build, experts, flash, fused
+from minirl.model import attention, experts, flash, fused
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.machines import arrange, join_world, make_world
 from minirl.parallel.offload import Sleeper
@@ -432,8 +432,7 @@ def test_liger_kernels_equal_the_formulas_in_float32(device, name, selective):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     # From a product and into one, as in a model: a gate's backward writes over its inputs.
     if selective:
-        keep = functools.partial(create_selective_checkpoint_contexts, build.KEPT)
-        call = functools.partial(checkpoint, use_reentrant=False, context_fn=keep)
+        call = functools.partial(checkpoint, use_reentrant=False, context_fn=selective.contexts)
         outs = tree_leaves(call(lambda *x: function(*(t * 1 for t in x), *rest), *leaves))
     else:
         outs = tree_leaves(function(*(x * 1 for x in leaves), *rest))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minirl.model import flash
+from minirl.model import flash, selective
 from minirl.parallel.placements import RingTransfer, gather_keys
 from minirl.types.packed import (
     Block,
@@ -221,10 +221,13 @@ class Attention(torch.autograd.Function):
         ring: Context | None,
     ) -> Tensor:
         """Return the output [T, H, D]."""
-        wide = ring is not None or len(blocks) > 2
-        out, lse = attend(q, _steps(k, v, blocks, ring), options, wide=wide)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            wide = ring is not None or len(blocks) > 2
+            out, lse = attend(q, _steps(k, v, blocks, ring), options, wide=wide)
+            return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+
+        out, lse = selective.keep(compute)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.blocks = blocks
         ctx.options = options

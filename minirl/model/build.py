@@ -13,7 +13,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +26,17 @@ from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.config.validate import check_model
-from minirl.model import attention, checks, delta_net, experts, families, fused, loading, routing
+from minirl.model import (
+    attention,
+    checks,
+    delta_net,
+    experts,
+    families,
+    fused,
+    loading,
+    routing,
+    selective,
+)
 from minirl.model.adapters import lora
 from minirl.model.adapters.files import is_adapter_folder, read_adapter
 from minirl.model.causal import (
@@ -46,17 +55,6 @@ from minirl.parallel.tensor import TensorParallel
 
 # What a model's folder must hold -> the pattern of its files.
 _NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
-# Selective checkpointing keeps the results of these operators: they take time.
-aten = torch.ops.aten
-KEPT = [
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten._grouped_mm.default,
-    aten._flash_attention_forward.default,
-    torch.ops.minirl.flash_attention_forward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
 # Modules that no run uses, and that are not trained: Gemma 4's tower for sound.
 NEVER_RUN = ("model.audio_tower", "model.embed_audio")
 # Weights in other formats, which a download leaves out.
@@ -165,10 +163,11 @@ def build_model(
     for module in never_run(model):
         module.requires_grad_(False)
     if cfg.activation_checkpointing in ("selective", "full"):
-        arguments: dict[str, Any] = {"use_reentrant": False}
+        # Nothing in a layer is random.
+        arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if cfg.activation_checkpointing == "selective":
-            selective = functools.partial(create_selective_checkpoint_contexts, KEPT)
-            arguments["context_fn"] = selective
+            selective.install(layers(model))
+            arguments["context_fn"] = selective.contexts
         model.gradient_checkpointing_enable(arguments)
         # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a
         # gradient of its outputs that nothing needs.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from minirl.model import selective
 from minirl.model.adapters import lora, nf4
 from minirl.model.families import FUSED
 from minirl.parallel.mesh import Mesh
@@ -109,7 +110,7 @@ def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply
         ends: where the rows of each expert end, int64 [E].
         multiply: multiplies x by the matrices of all experts.
     """
-    function = partial(multiply, ends=ends)
+    function = partial(_multiply, ends=ends, multiply=multiply)
     if module.is_transposed:
         y = function(x, module._parameters[name].mT)
     else:
@@ -153,6 +154,51 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     x = x.masked_fill(no_expert, 0)
     y = F.grouped_mm(x, weight.mT, offs=ends.int())
     return y.masked_fill(no_expert, 0)
+
+
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
+    """Do as `_one_by_one` or `_grouped`, and let selective checkpointing keep the result."""
+    if selective.is_on():
+        return _Product.apply(x, weight, ends, multiply)
+    return multiply(x, weight, ends)
+
+
+class _Product(torch.autograd.Function):
+    """Rows of each expert times its matrix, of which the result is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
+        """Return multiply(x, weight, ends)."""
+        ctx.save_for_backward(x, weight, ends)
+        ctx.multiply = multiply
+        return selective.keep(lambda: (multiply(x, weight, ends),))[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        """Return the gradients of rows and matrices."""
+        x, weight, ends = ctx.saved_tensors
+        grad_x = ctx.multiply(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # it lies in memory as the weight does
+            outer = _grouped_outer if ctx.multiply is _grouped else _outer_one_by_one
+            if weight.is_contiguous():
+                grad_weight = outer(grad, x, ends)
+            else:
+                grad_weight = outer(x, grad, ends).mT
+        return grad_x, grad_weight, None, None
+
+
+def _outer_one_by_one(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Return x' y of the rows of each expert: [N, A] and [N, B] -> [E, A, B]."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    num_rows = sum(sizes)
+    pairs = zip(x[:num_rows].split(sizes), y[:num_rows].split(sizes), strict=True)
+    return torch.stack([of_x.t() @ of_y for of_x, of_y in pairs])
+
+
+def _grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Do as `_outer_one_by_one` in one kernel, which leaves out rows of no expert."""
+    return F.grouped_mm(x.t(), y, offs=ends.int())
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, mixture)

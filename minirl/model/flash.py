@@ -185,7 +185,7 @@ def _arguments(block: Block, options: Options) -> dict[str, float]:
 
 # --------------------------------------------------------------------------------------------------
 # flash-attn's functions as operators of torch, with the arguments of torch's operator but for
-# `softcap` in the place of dropout. So checkpointing and tensors without values know them.
+# `softcap` in the place of dropout. So tensors without values know them.
 
 
 @torch.library.custom_op("minirl::flash_attention_forward", mutates_args=())

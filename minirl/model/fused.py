@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from minirl.base.errors import require
-from minirl.model import families
+from minirl.model import families, selective
 from minirl.model.families import Fused
 
 Choice = Literal["auto", "torch", "liger", "compile"]
@@ -110,8 +110,9 @@ def liger() -> Kernels:
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # The kernel turns its inputs in place, which selective checkpointing may keep.
-        turn = functions("rope").LigerRopeFunction
-        q, k, *_ = turn.apply(query.clone(), key.clone(), cos, sin)
+        if selective.is_on():
+            query, key = query.clone(), key.clone()
+        q, k, *_ = functions("rope").LigerRopeFunction.apply(query, key, cos, sin)
         return q, k
 
     return Kernels(rms_norm, gated, rotate)

@@ -203,9 +203,8 @@ class Training:
         net = layer.delta_net
         of_experts = layer.experts_of_token / (self.tensor if self.parallel.experts > 1 else 1)
         if checkpointing == "selective":
-            # Queries, keys and values; what attention to the prompt and to the answer return; gate
-            # and up.
-            split: float = 2 * heads + layer.queries + 2 * layer.feed_forward
+            # Queries, keys and values; what attention returns; gate and up.
+            split: float = 2 * heads + 2 * layer.feed_forward
             split += net.mixed + net.values if net else 0
             # The input, and what attention and the MLP return; the same of each expert's rows.
             whole = between + 2 * hidden

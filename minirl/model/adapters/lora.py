@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from minirl.base.errors import require
 from minirl.config.policy import LoraConfig
+from minirl.model import selective
 from minirl.model.adapters import nf4
 from minirl.model.adapters.nf4 import FourBits, Multiply
 from minirl.model.families import FUSED
@@ -199,7 +200,6 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     stacked = weight.view(-1, *weight.shape[-2:])
     b = b.to(weight.dtype).view(len(stacked), *b.shape[-2:])
     a = a.to(weight.dtype).view(len(stacked), *a.shape[-2:])
-    # Not `@`: selective checkpointing (model/build.py) would keep its results, a second model.
     if weight.dtype in (torch.bfloat16, torch.float16):
         return torch.baddbmm(stacked, b, a, alpha=scale).view(weight.shape)
     return (stacked + torch.baddbmm(stacked, b, a, beta=0) * scale).view(weight.shape)
@@ -225,9 +225,13 @@ class _Product(torch.autograd.Function):
         ctx.scale = scale
         ctx.multiply = multiply
         ctx.packed = packed
-        weight = nf4.dequantise(packed, *base) if packed else base[0]
-        weight = merge(weight, b, a, scale)
-        return multiply(x, weight) if bias is None else F.linear(x, weight, bias)
+
+        def compute() -> tuple[Tensor]:
+            weight = nf4.dequantise(packed, *base) if packed else base[0]
+            weight = merge(weight, b, a, scale)
+            return (multiply(x, weight) if bias is None else F.linear(x, weight, bias),)
+
+        return selective.keep(compute)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minirl.base.errors import require
+from minirl.model import selective
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region, view_of
 
@@ -177,7 +178,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(bits, scales)
         ctx.packed = packed
         ctx.multiply = multiply
-        return multiply(x, dequantise(packed, bits, scales))
+        return selective.keep(lambda: (multiply(x, dequantise(packed, bits, scales)),))[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
