@@ -668,3 +668,11 @@ def test_the_harness_reports_a_failing_rank():
     """Every test above would pass on ranks that never ran."""
     with pytest.raises(RankFailed, match="as it should"):
         ranks(2, fail_on_rank_one)
+
+
+def test_cuda_repeats_longer_prompts_where_answers_are_long():
+    cuda = torch.device("cuda")
+    repeats = attention_plan.repeats_prompt
+    assert repeats(128, 1, CPU) and repeats(128, 1, cuda)
+    assert not repeats(129, 1000, CPU) and repeats(129, 1000, cuda)
+    assert repeats(2000, 1000, cuda) and not repeats(2001, 1000, cuda)

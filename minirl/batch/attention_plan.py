@@ -28,6 +28,10 @@ from minirl.types.packed import (
 # A shared prompt of at most so many keys is repeated before the keys of each answer: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).
 SHORT_PROMPT = 128
+# On CUDA longer ones are, too, up to so many keys for each row of the answer. A merge moves about
+# 35 times the bytes of the answer's queries, in forward and backward together; to repeat moves 8
+# times those of the keys and values, of which there are fewer heads.
+REPEATED_PER_ROW = 2
 # Lengths are rounded up to one of these before they share a rectangle: padding stays below a fifth,
 # or 8 rows.
 EDGES = [8]
@@ -163,9 +167,13 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
 
     # Block 1, causal: each chunk's keys, after the prompt's keys if it is short enough to repeat.
     keys = []
+    with_long_prompt = []
     for c in chunks:
-        repeats_prompt = len(c.prompt) <= SHORT_PROMPT
-        keys.append(np.concatenate([c.prompt, c.keys]) if repeats_prompt else c.keys)
+        if repeats_prompt(len(c.prompt), len(c.keys), device):
+            keys.append(np.concatenate([c.prompt, c.keys]))
+        else:
+            keys.append(c.keys)
+            with_long_prompt.append(c)
     nothing_repeats = sum(map(len, keys)) == sum(map(len, rows))
     blocks = [_block(rows, keys, True, device, layout.context is None and nothing_repeats)]
 
@@ -177,7 +185,6 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
     # Block 3: long shared prompts. Siblings see the same keys, so their queries are one pair.
     queries = []
     prompts = []
-    with_long_prompt = [c for c in chunks if len(c.prompt) > SHORT_PROMPT]
     for _, group in itertools.groupby(with_long_prompt, key=lambda c: c.prompt[0]):
         siblings = list(group)
         queries.append(np.concatenate([c.rows for c in siblings]))
@@ -185,6 +192,19 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
     if prompts:
         blocks.append(_block(queries, prompts, False, device))
     return AttentionPlan(tuple(blocks), *for_layers)
+
+
+def repeats_prompt(num_keys: int, num_rows: int, device: torch.device) -> bool:
+    """Return whether the keys of a shared prompt are repeated before those of an answer.
+
+    Args:
+        num_keys: of the prompt.
+        num_rows: of the answer, on this rank.
+        device: that computes.
+    """
+    if device.type == "cuda" and num_keys <= REPEATED_PER_ROW * num_rows:
+        return True
+    return num_keys <= SHORT_PROMPT
 
 
 def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) -> Block | None:
