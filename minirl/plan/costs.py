@@ -332,7 +332,7 @@ class Training:
         model = self.model
         card = self.card
         policy = self.policy
-        layers = adapting = 0.0
+        layers = adapting = again = 0.0
         between = [0.0, 0.0]  # Elements moved in forward and backward, but by matrix products.
         # Bytes moved in each pass: copies and casts of what is gathered, merged adapters.
         passed = 2 * self.all_gathered + CAST_BYTES * self.trained / self.shards
@@ -341,8 +341,12 @@ class Training:
             computing = card.computing(2 * self.rows * layer.active / self.tensor)
             layers += num * max(computing, card.moving(self.of_layer[layer]))
             for kind, of_row in self.kept(layer, "off").items():
+                moved_once = num * of_row * self.rows * self.element
                 for i in (0, 1):
-                    between[i] += num * of_row * self.rows * self.element * MOVED[kind][i]
+                    between[i] += moved_once * MOVED[kind][i]
+                # A second forward leaves out the masks around products whose results are kept.
+                is_kept = kind == "experts" and self.checkpointing == "selective"
+                again += moved_once * MOVED[kind][0] * (0.5 if is_kept else 1.0)
             for m in layer.matrices:
                 of_weight = 2 * self.element * (m.rank > 0) + 3.4 * m.packed
                 passed += num * m.numel / self._over(m) * of_weight
@@ -366,7 +370,7 @@ class Training:
         moved = self.trained_gathered * (16 if self.keeps_whole else 6)
         moved += between[1] + adapting + passed + LOGIT_BYTES[1] * logits
         if self.checkpointing != "off":
-            moved += between[0]
+            moved += again
         if self.checkpointing == "full":
             backward += layers + forward_attention
         backward += card.moving(moved)
