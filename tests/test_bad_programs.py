@@ -40,7 +40,6 @@ def world(tmp_path_factory) -> Path:
     (folder / "endless.jinja").write_text(rounds + "{{ messages[0].content }}")
     (folder / "zero.jinja").write_text("{{ messages[0].content }}{{ 1 / 0 }}")
     (folder / "file").write_text("")
-    (folder / "cache.npz").write_bytes(b"PK\x03\x04 cut")
     model = tiny.make(folder / "model")
     for name, file, values in (
         ("eos", "generation_config.json", {"eos_token_id": 1_000_000}),
@@ -102,8 +101,6 @@ CASES = {
         "line 1",
     ),
     "tokenizer": ("dpo", DPO + "--policy.model {world}/tokenizer", "its tokenizer cannot be"),
-    "a cache that is a folder": ("dpo", DPO + "--reference-cache {world}", "Is a directory"),
-    "a cache that is cut": ("dpo", DPO + "--reference-cache {world}/cache.npz", "cache.npz cannot"),
     "infinite nll": ("dpo", DPO + "--algo.nll-coef inf", "algo.nll_coef = inf"),
     "top_p 0": ("evaluate", EVALUATE + "--rollout.top-p 0", "rollout.top_p = 0"),
     "eos beyond": ("evaluate", EVALUATE + "--model {world}/eos", "1000000] lie beyond"),

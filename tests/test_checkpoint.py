@@ -26,12 +26,12 @@ from minirl.checkpoint import exporting, finding
 from minirl.checkpoint import state as state_module
 from minirl.checkpoint.commands import choose, export_checkpoint
 from minirl.checkpoint.state import Saver, load_checkpoint, read_best, restore, state_dict_of
-from minirl.config.parse import save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.train.policy import Policy
 from programs import alone, fork
+from run_folders import newest_checkpoint, save_config
 from sharded import whole
 from test_gradients import batches_of, exact_norm, trajectories
 
@@ -72,7 +72,7 @@ def save(mesh, folder, run, sequence, background):
     if background:
         dcp.FileSystemWriter.write_data = lambda *args: begin.wait() and write(*args)
     saver.save(2, {"note": 7})
-    assert (finding.find(run) is None) == background
+    assert (newest_checkpoint(run) is None) == background
     state, num_updates = whole(state_dict_of(policy)), policy.num_updates
     exporting.export(policy, run / "exported", max_file_gb=1e-4)
     loss = update(policy, mesh)  # overwrites what is being written
@@ -86,7 +86,7 @@ def save(mesh, folder, run, sequence, background):
 
 def resume(mesh, folder, run, sequence):
     policy = make(mesh, folder, sequence)
-    saved = load_checkpoint(finding.find(run), policy)
+    saved = load_checkpoint(newest_checkpoint(run), policy)
     assert saved["progress"] == {"note": 7} and saved["step"] == 2
     state = whole(state_dict_of(policy))
     return state, policy.num_updates, update(policy, mesh)
@@ -145,7 +145,7 @@ def save_before_the_first_update(mesh, folder, run):
             saver.save(1, {})
             saver.wait()
         elif way == "resumed":
-            load_checkpoint(finding.find(run), policy)
+            load_checkpoint(newest_checkpoint(run), policy)
         for _ in range(2):
             update(policy, mesh)
         weights.append(whole(state_dict_of(policy)))
@@ -286,7 +286,7 @@ def test_of_losses_the_lowest_is_best_and_without_a_metric_none_is(tmp_path):
 def test_what_is_not_whole_is_not_resumed(tmp_path):
     for name in ("step-3", "step-20", "step-100.partial", "step-4.old"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert finding.find(tmp_path) == tmp_path / "checkpoints" / "step-20"
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-20"
     assert list(finding.finished(tmp_path)) == [3, 20]
     (tmp_path / "checkpoints" / "best.json").write_text(
         '{"step": 100, "metric": "accuracy", "value": 1.0}'
@@ -399,11 +399,11 @@ def test_killed_while_it_writes(tmp_path):
         "step-1",
         "step-2.partial",
     ]
-    assert finding.find(tmp_path).name == "step-1"
+    assert newest_checkpoint(tmp_path).name == "step-1"
 
 
 def load_into(mesh, folder, run):
-    load_checkpoint(finding.find(run), make(mesh, folder, False))
+    load_checkpoint(newest_checkpoint(run), make(mesh, folder, False))
 
 
 def test_another_shape_is_refused_with_both(tmp_path):

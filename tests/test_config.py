@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from minirl.base.errors import UserError
-from minirl.config.parse import fill_config, load_config, parse_flags, save_config
+from minirl.config.parse import fill_config, load_config, parse_flags
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvalConfig, EvaluateConfig, ExportConfig, SamplingConfig
@@ -21,6 +21,7 @@ from minirl.config.validate import (
     validate_supervised,
 )
 from minirl.run.evaluation import eval_sampling
+from run_folders import save_config
 
 
 def check_rl(cfg, world_size):

@@ -746,7 +746,6 @@ def test_an_episode_without_tokens_is_a_trajectory_that_is_dumped_and_read():
     line = json.dumps(records.to_record(t), default=np.ndarray.tolist)
     again = records.from_record(json.loads(line))
     assert (again.group, again.episode, again.reward, len(again.tokens)) == (3, 1, -2.0, 0)
-    assert "0 of 0 tokens sampled" in records.describe(again)
 
 
 def test_reward_functions_get_the_turns_since_the_prompt():

@@ -14,7 +14,7 @@ from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.checkpoint import exporting, run_folder
-from minirl.config.parse import parse_flags, save_config
+from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
 from minirl.config.supervised import SFTConfig
@@ -22,6 +22,7 @@ from minirl.model import build
 from minirl.model.trained import frozen_names
 from minirl.run import supervised
 from minirl.train.policy import Policy
+from run_folders import save_config
 from sharded import whole
 from test_checkpoint import differences
 from test_gradients import batches_of, exact_norm, rows_of_micro, trajectories, worst

@@ -36,6 +36,7 @@ from minirl.parallel.offload import Sleeper
 from minirl.parallel.storage import HostMemory
 from minirl.train.policy import Policy
 from minirl.types.packed import Context, Options, Trajectory
+from run_folders import newest_checkpoint
 from test_families import mixture_inputs
 from test_packing import groups
 
@@ -329,7 +330,7 @@ def test_sleep_refit_and_logprobs(device, tmp_path):
 def three_steps_each(mesh, folder, settings):
     """Losses of the optimizer alone, awake, and of `settings`, with all asleep between steps."""
     from minirl.algo import losses
-    from minirl.checkpoint import exporting, finding
+    from minirl.checkpoint import exporting
     from minirl.checkpoint.state import Saver, load_checkpoint
     from minirl.config.shared import CheckpointConfig
 
@@ -359,7 +360,7 @@ def three_steps_each(mesh, folder, settings):
         run = folder.parent / str(len(history))
         with Saver(run, CheckpointConfig(), policy) as saver:
             saver.save(3, {})
-        load_checkpoint(finding.find(run), policy)
+        load_checkpoint(newest_checkpoint(run), policy)
         with policy.state_awake():
             exporting.export(policy, folder.parent / "ema", weights=policy.averages())
     return history

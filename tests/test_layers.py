@@ -77,7 +77,6 @@ DOORS = {
     "torch.distributed.fsdp": ("parallel/*",),
     "torch.distributed.device_mesh": ("parallel/*",),
     "wandb": ("run/trackers.py",),
-    "trackio": ("run/trackers.py",),
     "tokenizers": ("view/trajectories.py", "model/scratch.py"),
     "tqdm": ("base/log.py", "run/log.py"),
     "matplotlib": ("run/results.py",),

@@ -17,11 +17,11 @@ from harness import RankFailed, ranks
 from minirl.checkpoint.commands import export_checkpoint
 from minirl.checkpoint.exporting import export, export_adapter
 from minirl.checkpoint.state import Saver
-from minirl.config.parse import save_config
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.train.policy import Policy
+from run_folders import save_config
 from sharded import whole
 from test_lora import fill, read_back
 

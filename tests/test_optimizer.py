@@ -15,7 +15,7 @@ import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl.algo import losses
 from minirl.batch.exchange import exchange
-from minirl.checkpoint import exporting, finding
+from minirl.checkpoint import exporting
 from minirl.checkpoint.state import Saver, load_checkpoint, state_dict_of
 from minirl.config.parse import parse_flags
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
@@ -31,6 +31,7 @@ from minirl.rl import Trainer
 from minirl.train import policy as policy_module
 from minirl.train.policy import Policy
 from programs import QUICKSTART
+from run_folders import newest_checkpoint
 from sharded import whole
 from test_checkpoint import differences
 from test_gradients import batches_of, exact_norm, trajectories
@@ -245,7 +246,7 @@ def save(mesh, folder, run, settings):
 
 def resume(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
-    load_checkpoint(finding.find(run), policy)
+    load_checkpoint(newest_checkpoint(run), policy)
     return state(policy), update(policy, mesh, 2)[-1]["loss"], whole(policy.shards())
 
 

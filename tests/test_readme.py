@@ -65,7 +65,6 @@ PROGRAMS = {
     "minirl.evaluate": EvaluateConfig,
     "minirl.checkpoint": ExportConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans
-    "minirl.rollout.records": None,  # no flags
     "minirl.view": None,  # flags of its own
     "minirl.walk": None,  # flags of its own
 }

@@ -17,7 +17,7 @@ from PIL import Image
 from harness import ranks
 from in_memory import ALONE, read_all
 from minirl.base.errors import UserError
-from minirl.config.parse import load_config, parse_flags, save_config
+from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
@@ -32,6 +32,7 @@ from minirl.data.rows import Order
 from minirl.data.tokenizer import use_template
 from minirl.model.scratch import make_tokenizer
 from minirl.run.inputs import load_splits
+from run_folders import save_config
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "Count."}

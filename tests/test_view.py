@@ -24,7 +24,6 @@ import dumped
 from harness import PRELOAD
 from minirl.base.errors import UserError
 from minirl.checkpoint.run_folder import head_of
-from minirl.config.parse import save_config
 from minirl.config.rl import RLConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
@@ -33,6 +32,7 @@ from minirl.view.__main__ import main
 from minirl.view.run import KILLED, Run, parse_query, read_lines, to_json
 from minirl.view.trajectories import Table, token_texts
 from programs import QUICKSTART, ROOT, fork
+from run_folders import save_config
 
 SECONDS = 60_000  # Of the browser, in ms: machines are slow.
 

@@ -3,10 +3,8 @@ the trackers (the real packages, offline). How a whole run ends is in test_progr
 
 import json
 import signal
-import sqlite3
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,12 +14,10 @@ from minirl.base.errors import UserError
 from minirl.config import validate
 from minirl.config.shared import LogConfig
 from minirl.config.supervised import SFTConfig
-from minirl.rollout import records
 from minirl.run import log, results
-from minirl.run.trackers import open_trackers
+from minirl.run.trackers import Wandb
 from minirl.supervise import watch
 from programs import QUICKSTART, alone, fork
-from test_run_folder import trajectory
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")
 SECONDS = 300
@@ -142,18 +138,11 @@ HARMLESS = "\\x1b]0;owned\\x07\\x1b[2J\\x0d\\x9b2J\ttab\nline"
 
 
 def test_control_characters_are_escaped_on_a_terminal(tmp_path, capsys, monkeypatch):
-    """In the log, in what is shown of a dump, and in the message with which a run ends."""
+    """In the log, and in the message with which a run ends."""
     log.say(HOSTILE)
     shown = results.describe([{"prompt": HOSTILE, "answer": HOSTILE, "reward": 0.5}])
     log.say(shown)
     assert HARMLESS in capsys.readouterr().err and "\x1b" in shown
-
-    t = trajectory(0)
-    t.info = {"error": "", "prompt": HOSTILE, "completion": HOSTILE}
-    records.write_step([t], tmp_path, 0, SimpleNamespace(rank=0, world_size=1))
-    assert records.show(tmp_path / "step-0-rank-0.jsonl") == 0
-    out = capsys.readouterr().out
-    assert out.count(HARMLESS) == 2 and "\x1b" not in out
 
     monkeypatch.setattr(watch, "leave", sys.exit)
     reason = tmp_path / "reason.json"
@@ -180,13 +169,12 @@ def test_the_closing_table_has_no_line_for_what_was_not_done():
 # trackers
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_package_is_told_at_the_start(name):
+def test_a_missing_package_is_told_at_the_start():
     with (
         mock.patch.object(validate, "find_spec", lambda package: None),
-        pytest.raises(UserError, match=f"log.{name} = 'mine': it needs the package.*{name}`"),
+        pytest.raises(UserError, match="log.wandb = 'mine': it needs the package.*wandb`"),
     ):
-        validate.check_settings(settings_of(LogConfig(**{name: "mine"})), 1)
+        validate.check_settings(settings_of(LogConfig(wandb="mine")), 1)
     validate.check_settings(settings_of(LogConfig()), 1)
 
 
@@ -197,14 +185,9 @@ def settings_of(log: LogConfig) -> SFTConfig:
     return cfg
 
 
-def test_without_a_project_there_is_nothing(tmp_path):
-    assert open_trackers(LogConfig(), tmp_path, {}) == []
-    assert not list(tmp_path.iterdir())
-
-
 def write_log(folder: Path, cfg: LogConfig, step: int) -> None:
     made = log.Log(
-        folder, rank=0, first_step=step, trackers=lambda: open_trackers(cfg, folder, {"seed": 1})
+        folder, rank=0, first_step=step, open_wandb=lambda: Wandb(cfg, folder, {"seed": 1})
     )
     made.scalars("rl", step, {"reward": 0.5 + step})
     made.scalars("eval", step - 1, {"accuracy": 0.25})
@@ -234,27 +217,4 @@ def test_wandb_without_a_login_is_one_message(tmp_path, monkeypatch):
     failing = mock.Mock(side_effect=wandb.errors.UsageError("api_key not configured"))
     monkeypatch.setattr(wandb, "init", failing)
     with pytest.raises(UserError, match="log.wandb = mine: api_key.*WANDB_MODE=offline"):
-        open_trackers(LogConfig(wandb="mine"), tmp_path, {})
-
-
-def test_trackio_goes_on_under_its_name(tmp_path, monkeypatch):
-    trackio_utils = pytest.importorskip("trackio.utils")
-    database = tmp_path / "db"
-    monkeypatch.setenv("TRACKIO_DIR", str(database))
-    monkeypatch.setattr(trackio_utils, "TRACKIO_DIR", database)  # read when it was imported
-    storage = pytest.importorskip("trackio.sqlite_storage")
-    monkeypatch.setattr(storage, "TRACKIO_DIR", database)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for step in (0, 1):
-        write_log(folder, LogConfig(trackio="mine"), step)
-    known = json.loads((folder / "trackers.json").read_text())
-    with sqlite3.connect(database / "mine.db") as connection:
-        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
-    assert {name for name, _, _ in rows} == {f"run-{known['id']}"}
-    rewards = [
-        (step, json.loads(metrics)["rl/reward"])
-        for _, step, metrics in rows
-        if b"rl/reward" in metrics  # a blob
-    ]
-    assert sorted(rewards) == [(0, 0.5), (1, 1.5)]
+        Wandb(LogConfig(wandb="mine"), tmp_path, {})

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minirl.base.errors import UserError, require
-from minirl.base.log import say
 from minirl.checkpoint.exporting import (
     Exporter,
     FolderPlan,
@@ -18,13 +17,7 @@ from minirl.checkpoint.exporting import (
     publish_adapter,
     write_files_of_rank,
 )
-from minirl.checkpoint.finding import (
-    describe_damages,
-    find_damage,
-    finished,
-    read_best,
-    read_newest,
-)
+from minirl.checkpoint.finding import find_damage, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.parse import load_config
 from minirl.config.policy import LoraConfig, PolicyConfig
@@ -78,28 +71,6 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
     return steps[step]
 
 
-def choose_whole(run: Path, step: int | None, best: bool, mesh: Mesh) -> Path:
-    """Return the checkpoint that flags name; without them the newest that is whole. Collective.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged.
-    """
-    if step is not None or best:
-        with errors_of_all(mesh):
-            chosen = choose(run, step, best)
-            damage = find_damage(chosen)
-            require(
-                not damage, f"{chosen} is damaged ({damage}); use another one of {run} by --step"
-            )
-        return chosen
-    found, damages = read_newest(run, mesh, lambda path: None)
-    if found is None:
-        raise UserError(f"no checkpoint of {run} is whole ({describe_damages(damages)})")
-    if damages and mesh.rank == 0:
-        say(f"exporting {found[0]}, because newer ones are damaged ({describe_damages(damages)})")
-    return found[0]
-
-
 def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     """Export a checkpoint of a run.
 
@@ -110,7 +81,11 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
         UserError: there is no such checkpoint, it is damaged, or the output folder exists.
     """
     run = Path(cfg.run)
-    choose(run, cfg.step, cfg.best)
+    checkpoint = Path()
+    with errors_of_all(mesh):
+        if mesh.rank == 0:  # a run that is not done may write a newer one meanwhile
+            checkpoint = choose(run, cfg.step, cfg.best)
+    checkpoint = mesh.broadcast(checkpoint, 0)
     policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
     require(
         policy.lora.rank or not cfg.adapter,
@@ -120,13 +95,14 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
         source = run / "scratch"
     else:
         source = build.find_folder(policy.model, "policy.model")
-    if cfg.output:
-        _require_new(Path(cfg.output))
-    checkpoint = choose_whole(run, cfg.step, cfg.best, mesh)
     kind = "adapter" if cfg.adapter else "model"
     output = Path(cfg.output or run / f"{kind}-{checkpoint.name}")
-    _require_new(output)
-    mesh.barrier()  # all ranks have looked
+    with errors_of_all(mesh):  # when it ends all ranks have looked
+        require(not output.exists(), f"--output {output} exists; name another folder or remove it")
+        damage = find_damage(checkpoint)
+        require(
+            not damage, f"{checkpoint} is damaged ({damage}); use another one of {run} by --step"
+        )
 
     dtype = getattr(torch, policy.dtype)
     shapes = saved_shapes(checkpoint)
@@ -155,10 +131,6 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             write_model(base.plan(mesh), base.read, output, mesh)
     if mesh.rank == 0:
         print(output)
-
-
-def _require_new(output: Path) -> None:
-    require(not output.exists(), f"--output {output} exists; name another folder or remove it")
 
 
 class Base:

@@ -48,11 +48,6 @@ def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
-def find(run: Path) -> Path | None:
-    """Return the newest finished checkpoint of a run folder, whole or damaged."""
-    return next(reversed(finished(run).values()), None)
-
-
 def sizes_of_rank(checkpoint: Path, rank: int) -> dict[str, int]:
     """Return the sizes in bytes of the files that a rank has written, by paths in the folder."""
     patterns = [f"state/__{rank}_*.distcp", f"random-{rank}.json"]
@@ -90,36 +85,6 @@ def find_damage(checkpoint: Path) -> str:
     return ""
 
 
-def read_newest(
-    run: Path, world: World, read: Callable[[Path], T]
-) -> tuple[tuple[Path, T] | None, dict[Path, str]]:
-    """Read the newest checkpoint that is whole. Collective.
-
-    Args:
-        run: the folder of a run.
-        world: the ranks.
-        read: reads a checkpoint, on all ranks. If it raises Unreadable, the one before is read.
-
-    Returns:
-        The checkpoint and what `read` returned, or None if none is whole; and what is damaged of
-        each newer one.
-    """
-    candidates: list[Path] = []
-    with errors_of_all(world):
-        if world.rank == 0:  # another machine may see a new checkpoint later
-            candidates = list(finished(run).values())
-    damages: dict[Path, str] = {}
-    for path in reversed(world.broadcast(candidates, 0)):
-        damage = world.broadcast(find_damage(path) if world.rank == 0 else "", 0)
-        if not damage:
-            try:
-                return (path, read(path)), damages
-            except Unreadable as error:
-                damage = str(error)
-        damages[path] = damage
-    return None, damages
-
-
 def resume(run: Path, world: World, read: Callable[[Path], T]) -> tuple[Path, T] | None:
     """Read the newest checkpoint that is whole; None: there is none. Collective.
 
@@ -129,16 +94,34 @@ def resume(run: Path, world: World, read: Callable[[Path], T]) -> tuple[Path, T]
     Args:
         run: the folder of a run.
         world: the ranks.
-        read: as of `read_newest`.
+        read: reads a checkpoint, on all ranks. If it raises Unreadable, the one before is read.
+
+    Returns:
+        The checkpoint and what `read` returned.
 
     Raises:
         UserError: there are some, and all are damaged; they are left as they are.
     """
-    found, damages = read_newest(run, world, read)
+    candidates: list[Path] = []
+    with errors_of_all(world):
+        if world.rank == 0:  # another machine may see a new checkpoint later
+            candidates = list(finished(run).values())
+    damages: dict[Path, str] = {}
+    found = None
+    for path in reversed(world.broadcast(candidates, 0)):
+        damage = world.broadcast(find_damage(path) if world.rank == 0 else "", 0)
+        if not damage:
+            try:
+                found = path, read(path)
+                break
+            except Unreadable as error:
+                damage = str(error)
+        damages[path] = damage
+    described = "; ".join(f"{path.name}: {damage}" for path, damage in damages.items())
     require(
         found or not damages,
-        f"resume: no checkpoint of {run} is whole ({describe_damages(damages)}); remove "
-        f"{run / 'checkpoints'} to begin again, or name another output folder",
+        f"resume: no checkpoint of {run} is whole ({described}); remove {run / 'checkpoints'} to "
+        "begin again, or name another output folder",
     )
     if found and world.rank == 0:
         for path, damage in damages.items():
@@ -151,11 +134,6 @@ def resume(run: Path, world: World, read: Callable[[Path], T]) -> tuple[Path, T]
             )
     world.barrier()
     return found
-
-
-def describe_damages(damages: dict[Path, str]) -> str:
-    """Return one text about some checkpoints."""
-    return "; ".join(f"{path.name}: {damage}" for path, damage in damages.items())
 
 
 def drop_references(run: Path, step: int) -> None:

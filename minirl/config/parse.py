@@ -22,7 +22,7 @@ import pydantic
 
 from minirl.base.errors import DONE, UserError, require
 from minirl.base.reading import is_file, read_text, why_no_text
-from minirl.config.values import BOOLEANS, parse_yaml, read_word, to_yaml, write_word
+from minirl.config.values import BOOLEANS, parse_yaml, read_word, write_word
 
 # Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -188,11 +188,6 @@ def load_config(cls: type, path: str, section: str = "") -> Any:
     if section and isinstance(values, dict):
         values = values.get(section, {})
     return fill_config(cls, values, f"{path}: ", section)
-
-
-def save_config(cfg: Any, path: Path) -> None:
-    """Write a config that `load_config` reads back equal."""
-    path.write_text(to_yaml(dataclasses.asdict(cfg)), encoding="utf-8")
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, object]:

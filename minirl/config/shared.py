@@ -307,7 +307,6 @@ class LogConfig:
     """Where metrics go besides metrics.jsonl and TensorBoard (METRICS.md says what they are)."""
 
     wandb: str = ""  # Project of Weights & Biases; WANDB_MODE=offline keeps it here. Empty: off.
-    trackio: str = ""  # Project of trackio, a database on this machine. Empty: off.
     run_name: str = ""  # Name of the run there. Empty: that of its folder.
     samples: NonNegativeInt = 3  # Answers to held-out prompts shown at each evaluation.
 

@@ -328,10 +328,10 @@ def _training(
         ),
         "checkpoint.best_metric, checkpoint.every, eval.every: every checkpoint needs an "
         "evaluation; set checkpoint.every to a multiple of eval.every": metric and not is_scored,
+        "log.wandb: it needs the package; `pip install wandb`": (
+            cfg.log.wandb and find_spec("wandb") is None
+        ),
     }
-    for package in ("wandb", "trackio"):  # or it would fail when the model is loaded
-        is_missing = attrgetter(package)(cfg.log) and find_spec(package) is None
-        rules[f"log.{package}: it needs the package; `pip install {package}`"] = is_missing
     _refuse(cfg, rules)
 
 

@@ -14,24 +14,21 @@
                 whole text of an environment's episode), row (its other columns, cut), source,
                 stopped, error, refusal, score, rewards of each function, env, ...
 
-`rollout.dump` writes them with tables (index.py), `rollout.replay` trains on them again,
-`python -m minirl.rollout.records FILE` prints them, and `python -m minirl.view RUN` shows them in a
-browser.
+`rollout.dump` writes them with tables (index.py), `rollout.replay` trains on them again, and
+`python -m minirl.view RUN` shows them in a browser.
 """
 
 import base64
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minirl.base.errors import BAD_INPUT, DONE, UserError, require
+from minirl.base.errors import UserError, require
 from minirl.base.files import write_whole
-from minirl.base.log import printable
 from minirl.base.reading import parse_json, read_text
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
@@ -192,38 +189,3 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
     groups = set(sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size])
     local = [t for t in trajectories if t.group in groups]
     return sorted(local, key=lambda t: (t.group, t.episode, t.segment))
-
-
-def describe(t: Trajectory) -> str:
-    """Return a trajectory as text: its group and episode, numbers, prompt and completion."""
-    place = f"group {t.group} episode {t.episode} segment {t.segment}"
-    head = [
-        f"── {place}: reward {t.reward:.4g}",
-        f"{t.sampled.sum()} of {len(t.tokens)} tokens sampled",
-        f"weights of update {t.version}",
-    ]
-    values = t.info | t.info.get("env", {}) | t.info.get("rewards", {})
-    for name, value in values.items():
-        if isinstance(value, int | float):
-            head.append(f"{name} {value:.4g}")
-    if t.info["error"]:
-        head.append(f"failed: {t.info['error']}")
-    prompt = t.info["prompt"]
-    if not isinstance(prompt, str):
-        prompt = prompt[-1]["content"]
-    return f"{', '.join(head)}\n{prompt}\n→ {t.info['completion']}\n"
-
-
-def show(path: Path) -> int:
-    """Print the trajectories of a file, and return the exit code."""
-    try:
-        for t in read_file(path):
-            print(printable(describe(t)))
-    except UserError as error:
-        print(f"minirl: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(show(Path(sys.argv[-1])))

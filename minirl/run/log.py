@@ -1,4 +1,4 @@
-"""What a run logs: metrics.jsonl, TensorBoard, trackers and a progress bar. Only rank 0 writes."""
+"""What a run logs: metrics.jsonl, TensorBoard, W&B and a progress bar. Only rank 0 writes."""
 
 import io
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from minirl.base.log import say
-from minirl.run.trackers import Tracker
+from minirl.run.trackers import Wandb
 
 
 class Log:
-    """Console, progress bar, metrics.jsonl, TensorBoard and trackers of a run.
+    """Console, progress bar, metrics.jsonl, TensorBoard and W&B of a run.
 
     Made on every rank; silent on all but rank 0. Files in the run folder: `metrics.jsonl` (one
     object a step) and `tensorboard/`. If the console is no terminal, each step prints a line
@@ -26,7 +26,7 @@ class Log:
         folder: the run's folder.
         rank: rank of this process.
         first_step: first step of a resumed run; else 0.
-        trackers: returns more receivers of the metrics; called on rank 0.
+        open_wandb: begins the run at Weights & Biases; called on rank 0. None: it is not there.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Log:
         *,
         rank: int,
         first_step: int,
-        trackers: Callable[[], Iterable[Tracker]] = tuple,
+        open_wandb: Callable[[], Wandb] | None = None,
     ):
         self.rank = rank
         self.bar = tqdm(disable=True)
         self.has_terminal = sys.stderr.isatty()
-        self.trackers: list[Tracker] = []
+        self.wandb: Wandb | None = None
         if rank == 0:
-            self.trackers += trackers()
+            self.wandb = open_wandb() if open_wandb else None
             # Imported here, because it is slow and only this rank needs it.
             from torch.utils.tensorboard import SummaryWriter
 
@@ -93,16 +93,16 @@ class Log:
         self.file.flush()
         for name, value in values.items():
             self.board.add_scalar(f"{phase}/{name}", value, step)
-        for tracker in self.trackers:
-            tracker.log(phase, step, values)
+        if self.wandb:
+            self.wandb.log(phase, step, values)
 
     def text(self, name: str, step: int, text: str) -> None:
-        """Write a text to TensorBoard and the trackers."""
+        """Write a text to TensorBoard and W&B."""
         if self.rank == 0:
             indented = "\n".join(f"    {line}" for line in text.split("\n"))
             self.board.add_text(name, indented, step)  # as code: an answer may be anything
-            for tracker in self.trackers:
-                tracker.text(name, step, text)
+            if self.wandb:
+                self.wandb.text(name, step, text)
 
     def say(self, message: str) -> None:
         """Print a message on the console of rank 0, above the progress bar."""
@@ -115,8 +115,8 @@ class Log:
         if self.rank == 0:
             self.board.close()
             self.file.close()
-            for tracker in self.trackers:
-                tracker.close()
+            if self.wandb:
+                self.wandb.close()
 
 
 def _leave_out_board(

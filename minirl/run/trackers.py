@@ -1,8 +1,7 @@
-"""Weights & Biases and trackio: rank 0 sends them the metrics of a run.
+"""Weights & Biases: rank 0 sends it the metrics of a run.
 
-Both keep a run under an id. It stays in the run folder (`trackers.json`), so that a resumed run has
-the same one. Each needs its package; both work offline (`WANDB_MODE=offline`; trackio keeps its
-database in `TRACKIO_DIR`).
+It keeps a run under an id, which stays in the run folder (`trackers.json`), so that a resumed run
+has the same one. It needs its package, and works offline (`WANDB_MODE=offline`).
 """
 
 import json
@@ -16,18 +15,32 @@ from minirl.config.shared import LogConfig
 
 
 class Wandb:
-    """Weights & Biases."""
+    """A run at Weights & Biases.
 
-    def __init__(
-        self, project: str, name: str, run_id: str, folder: Path, settings: dict[str, Any]
-    ):
+    Args:
+        cfg: the section `log`, which names a project.
+        folder: the run's folder. A run with an id there keeps it.
+        settings: settings of the run, to be shown.
+
+    Raises:
+        UserError: the service cannot be reached.
+    """
+
+    def __init__(self, cfg: LogConfig, folder: Path, settings: dict[str, Any]):
         import wandb
 
+        path = folder / "trackers.json"
+        if path.exists():
+            known = json.loads(path.read_text())
+        else:
+            name = cfg.run_name or folder.resolve().name
+            known = {"name": name, "id": secrets.token_hex(4)}
+            write_whole(path, json.dumps(known) + "\n")
         try:
             self.run = wandb.init(
-                project=project,
-                name=name,
-                id=run_id,
+                project=cfg.wandb,
+                name=known["name"],
+                id=known["id"],
                 resume="allow",
                 dir=folder,
                 config=settings,
@@ -35,7 +48,7 @@ class Wandb:
             )
         except wandb.Error as error:
             raise UserError(
-                f"log.wandb = {project}: {error}; log in by `wandb login`, or set "
+                f"log.wandb = {cfg.wandb}: {error}; log in by `wandb login`, or set "
                 "WANDB_MODE=offline and send the run later by `wandb sync`"
             ) from error
         self.phases: set[str] = set()
@@ -57,68 +70,3 @@ class Wandb:
     def close(self) -> None:
         """Send what is left, and end."""
         self.run.finish()
-
-
-class Trackio:
-    """The package trackio of Hugging Face."""
-
-    def __init__(self, project: str, name: str, settings: dict[str, Any]):
-        import trackio
-
-        self.run = trackio.init(
-            project=project,
-            name=name,
-            resume="allow",
-            config=settings,
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, phase: str, step: int, values: dict[str, float]) -> None:
-        """Send the metrics of a step."""
-        named = {f"{phase}/{name}": value for name, value in values.items()}
-        # A step below 0 is an evaluation before a warm start.
-        self.run.log(named, step=max(step, 0))
-
-    def text(self, name: str, step: int, text: str) -> None:
-        """Send a text as Markdown."""
-        import trackio
-
-        self.run.log({name: trackio.Markdown(text)}, step=max(step, 0))
-
-    def close(self) -> None:
-        """Send what is left, and end."""
-        self.run.finish()
-
-
-Tracker = Wandb | Trackio
-
-
-def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> list[Tracker]:
-    """Return the trackers that the config asks for, of the run in a folder.
-
-    Args:
-        cfg: the section `log`.
-        folder: the run's folder. A run with an id there keeps it.
-        settings: settings of the run, for the trackers to show.
-
-    Raises:
-        UserError: a package is missing, or its service cannot be reached.
-    """
-    if not (cfg.wandb or cfg.trackio):
-        return []
-    path = folder / "trackers.json"
-    if path.exists():
-        known = json.loads(path.read_text())
-    else:
-        name = cfg.run_name or folder.resolve().name
-        known = {"name": name, "id": secrets.token_hex(4)}
-        write_whole(path, json.dumps(known) + "\n")
-    name, run_id = known["name"], known["id"]
-    trackers: list[Tracker] = []
-    if cfg.wandb:
-        trackers.append(Wandb(cfg.wandb, name, run_id, folder, settings))
-    if cfg.trackio:
-        trackers.append(Trackio(cfg.trackio, f"{name}-{run_id}", settings))
-    return trackers

@@ -33,7 +33,7 @@ from minirl.run import results
 from minirl.run.inputs import choose_dtype
 from minirl.run.log import Log
 from minirl.run.metrics import Meter, Progress
-from minirl.run.trackers import open_trackers
+from minirl.run.trackers import Wandb
 from minirl.train.frozen import Reference, is_base
 from minirl.train.policy import Metrics, Policy
 
@@ -91,11 +91,11 @@ class TrainingRun:
         mesh.watch.finish_writing = finish_writing
         self.exporter = Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
+        open_wandb = None
+        if cfg.log.wandb:
+            open_wandb = functools.partial(Wandb, cfg.log, self.output, dataclasses.asdict(cfg))
         self.log = Log(
-            self.output,
-            rank=mesh.rank,
-            first_step=self.first_step,
-            trackers=lambda: open_trackers(cfg.log, self.output, dataclasses.asdict(cfg)),
+            self.output, rank=mesh.rank, first_step=self.first_step, open_wandb=open_wandb
         )
 
         num_parameters = sum(t.numel() for t in policy.shards().values())
