@@ -4,6 +4,12 @@ That every family is the same with their formulas is shown in test_families.py (
 parallelism), that liger's kernels compute the formulas in test_gpu.py, on a GPU.
 """
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -79,3 +85,20 @@ def test_compiled_formulas_are_the_formulas():
     torch.testing.assert_close(
         compiled.gated(x, x + 1, "silu"), fused.gated_formula(x, x + 1, "silu")
     )
+
+
+def test_norm_kernels_are_the_formula():
+    """In Triton's interpreter; on CUDA in test_gpu.py."""
+    folder = Path(__file__).parent
+    program = subprocess.run(
+        [sys.executable, str(folder / "norm_kernels.py")],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(folder.parent)},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=200,
+    )
+    results = json.loads(program.stdout)
+    assert len(results) > 8
+    for name, distances in results.items():
+        limit = 0.01 if "bfloat16" in name else 1e-6
+        assert max(distances) < limit, (name, distances)

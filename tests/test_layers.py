@@ -71,6 +71,7 @@ DOORS = {
     "fla": ("model/delta_net.py",),
     "causal_conv1d": ("model/delta_net.py",),
     "liger_kernel": ("model/fused.py",),
+    "triton": ("model/*_kernels.py",),
     "huggingface_hub": ("model/build.py", "checkpoint/exporting.py"),
     "safetensors": ("model/*", "checkpoint/*"),
     "torch.utils.tensorboard": ("run/log.py",),

@@ -2,8 +2,8 @@
 
 Between two matrix products these do little but read and write their inputs, ten times over if each
 operation is its own kernel. `install` puts functions in their place that read and write once:
-liger-kernel's Triton kernels (Hsu et al. 2024, arXiv 2410.10989), which run on CUDA alone, or what
-torch.compile makes of the formulas, which both are tested against.
+liger-kernel's Triton kernels (Hsu et al. 2024, arXiv 2410.10989) and those of norm_kernels.py, that
+run on CUDA alone, or what torch.compile makes of the formulas, which all are tested against.
 """
 
 import importlib
@@ -93,15 +93,11 @@ def has_liger() -> bool:
 
 
 def liger() -> Kernels:
-    """Return liger-kernel's functions, which have gradients."""
+    """Return liger-kernel's functions, and RMSNorm, which have gradients."""
+    from minirl.model.norm_kernels import RMSNorm  # It needs Triton, as liger-kernel does.
 
     def functions(module: str) -> Any:
         return importlib.import_module(f"liger_kernel.ops.{module}")
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool) -> Tensor:
-        norm = functions("rms_norm").LigerRMSNormFunction
-        in_place = False  # Else it would write into the gradient that it gets.
-        return norm.apply(x, weight, eps, offset, "gemma" if wide else "llama", in_place)
 
     def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         if activation == "silu":
@@ -115,7 +111,7 @@ def liger() -> Kernels:
         q, k, *_ = functions("rope").LigerRopeFunction.apply(query, key, cos, sin)
         return q, k
 
-    return Kernels(rms_norm, gated, rotate)
+    return Kernels(RMSNorm.apply, gated, rotate)
 
 
 def choose(wanted: Choice, device: torch.device) -> Kernels | None:
