@@ -1,6 +1,7 @@
 """The trainer's kernels against formulas in a wider dtype, at real shapes, and their times."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,12 +9,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import gpu_bench
 from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import DEVICE, DTYPE, ON_GPU, SMALL, check, near, part, value
+from minirl.batch import attention_plan
 from minirl.batch.packing import pack
-from minirl.model import experts, fused, logprob
+from minirl.model import experts, fused, logprob, selective
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy
 from minirl.plan.costs import Load
@@ -21,6 +24,11 @@ from minirl.types.packed import Packed, Trajectory
 
 # Of what kernels are compared with.
 WIDE = torch.float32 if ON_GPU else torch.float64
+# Answers to prompts.
+LOAD = Load(tokens=8192, sequence=1024, prompt=256)
+SHORT_LOAD = Load(tokens=32768, sequence=320, prompt=64)
+if SMALL:
+    LOAD = SHORT_LOAD = Load(tokens=96, sequence=32, prompt=8, samples=2)
 LIMIT = 0.02 if ON_GPU else 1e-4
 LOGPROB_LIMIT = 2e-3
 ENTROPY_LIMIT = 5e-3
@@ -96,6 +104,39 @@ def check_attention(heads: Heads) -> None:
         near(f"attention d{name}", got, wanted, LIMIT)
     milliseconds = 1e3 * lib.seconds(lambda: run(leaves))
     value("attention forward and backward", milliseconds, f"ms, {num_rows} rows")
+
+
+def time_attention(heads: Heads, load: Load, repeated_per_row: int) -> None:
+    """Report the times of attention to prompts that are repeated, or that are a block of their own.
+
+    Args:
+        heads: of a model.
+        load: sequences and their prompts.
+        repeated_per_row: prompts of at most so many keys for each row of an answer are repeated.
+    """
+    before = attention_plan.SHORT_PROMPT, attention_plan.REPEATED_PER_ROW
+    attention_plan.SHORT_PROMPT, attention_plan.REPEATED_PER_ROW = 0, repeated_per_row
+    batch = gpu_bench.make_batch(load, DEVICE)
+    attention_plan.SHORT_PROMPT, attention_plan.REPEATED_PER_ROW = before
+    leaves = []
+    for count in (heads.queries, heads.keys, heads.keys):
+        leaves.append(random(1, count, len(batch.inputs), heads.width))
+    out = attend(leaves, batch)
+    grad = torch.randn_like(out)
+    flops = 4.0 * gpu_bench.count_pairs(batch) * heads.queries * heads.width
+    name = f"{load.sequence} tokens, prompts {'repeated' if repeated_per_row else 'merged'}"
+    calls = {
+        "forward": (flops, lambda: attend(leaves, batch)),
+        "backward": (2.5 * flops, lambda: grads_of(out, leaves, grad)),
+    }
+    for which, (operations, call) in calls.items():
+        seconds = lib.seconds(call)
+        value(f"{name}: {which}", 1e3 * seconds, f"ms, {operations / seconds / 1e12:.1f} TFLOP/s")
+
+
+def grads_of(out: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of leaves, as often as one likes."""
+    return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def attend(inputs: list[Tensor], batch: Packed) -> Tensor:
@@ -202,6 +243,15 @@ def check_experts() -> None:
     near("mixture forward", y, wanted, LIMIT)
     for name, got, exact in zip(("x", "gate_up", "down"), grads, exact_grads, strict=True):
         near(f"mixture d{name}", got, exact, 1.5 * LIMIT)
+    kept = checkpoint(
+        lambda x: experts.mixture(module, x, chosen, weights),
+        x,
+        use_reentrant=False,
+        context_fn=selective.contexts,
+    )
+    kept_grads = torch.autograd.grad(kept, leaves, torch.ones_like(kept))
+    for name, got, wanted in zip(("x", "gate_up", "down"), kept_grads, grads, strict=True):
+        near(f"mixture d{name} with selective checkpointing", got, wanted, 0.001)
     value("mixture forward and backward", 1e3 * lib.seconds(run), "ms")
 
 
@@ -224,7 +274,7 @@ def one_at_a_time(module: Experts, leaves: list[Tensor], chosen: Tensor, weights
 
 
 # --------------------------------------------------------------------------------------------------
-# liger's kernels
+# fused kernels: liger's, and minirl's for RMSNorm
 
 
 class Fused(NamedTuple):
@@ -254,6 +304,7 @@ def gated(activation: str) -> Callable[..., Tensor]:
 
 FUSED = (
     Fused("rms_norm", [(4096, 4096), (4096,)], rms_norm(1e-6, 0.0, False)),
+    Fused("rms_norm of few columns", [(32768, 1024), (1024,)], rms_norm(1e-6, 0.0, False)),
     Fused("rms_norm of heads", [(1, 4096, 32, 128), (128,)], rms_norm(1e-6, 0.0, False)),
     Fused("rms_norm of Gemma", [(4096, 2304), (2304,)], rms_norm(1e-6, 1.0, True)),
     Fused("gated silu", [(4096, 12288), (4096, 12288)], gated("silu")),
@@ -269,12 +320,28 @@ def check_fused(kernel: Fused) -> None:
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     wanted = kernel.call(fused.FORMULAS, wide)
     exact_grads = torch.autograd.grad(wanted, wide, torch.ones_like(wanted))
-    near(f"liger {kernel.name}", out, wanted, LIMIT)
+    near(f"fused {kernel.name}", out, wanted, LIMIT)
     for number, (got, exact) in enumerate(zip(grads, exact_grads, strict=True)):
-        near(f"liger {kernel.name}, gradient {number}", got, exact, 1.5 * LIMIT)
-    for label, kernels in (("liger", fused.liger()), ("torch", fused.FORMULAS)):
-        microseconds = 1e6 * lib.seconds(functools.partial(kernel.call, kernels, leaves))
-        value(f"{label} {kernel.name} forward", microseconds, "us")
+        near(f"fused {kernel.name}, gradient {number}", got, exact, 1.5 * LIMIT)
+    for label, kernels in (("fused", fused.liger()), ("torch", fused.FORMULAS)):
+        time_kernel(
+            f"{label} {kernel.name}", functools.partial(kernel.call, kernels, leaves), leaves
+        )
+    if kernel.name.startswith("rms_norm"):
+        time_kernel(f"liger's own {kernel.name}", lambda: ligers_norm(leaves), leaves)
+
+
+def ligers_norm(leaves: list[Tensor]) -> Tensor:
+    """Return what liger-kernel's RMSNorm does, which minirl's kernels stand in for."""
+    function = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    return function.apply(*leaves, 1e-6, 0.0, "llama", False)
+
+
+def time_kernel(name: str, call: Callable[[], Tensor], leaves: list[Tensor]) -> None:
+    value(f"{name} forward", 1e6 * lib.seconds(call), "us")
+    out = call()
+    backward = functools.partial(grads_of, out, leaves, torch.ones_like(out))
+    value(f"{name} backward", 1e6 * lib.seconds(backward), "us")
 
 
 def check_rotation() -> None:
@@ -294,6 +361,10 @@ def main() -> None:
     heads = Heads(4, 2, 32) if SMALL else Heads(32, 8, 128)
     with part("packed attention"):
         check_attention(heads)
+    for load in (LOAD, SHORT_LOAD):
+        for repeated_per_row in (0, 8):
+            with part("times of attention"):
+                time_attention(heads, load, repeated_per_row)
     with part("attention of one sequence"):
         check_attention_of_torch(heads)
     with part("log-probs and entropies"):
@@ -306,7 +377,7 @@ def main() -> None:
         check_experts()
     if ON_GPU and fused.has_liger():
         for kernel in FUSED:
-            with part(f"liger {kernel.name}"):
+            with part(f"fused {kernel.name}"):
                 check_fused(kernel)
         with part("liger rotary"):
             check_rotation()
