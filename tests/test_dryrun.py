@@ -407,6 +407,17 @@ def test_liger_launches_fewer_kernels(results):
     assert work(plain, "forward", "liger_kernel")["kernels"] <= NUM_LAYERS
 
 
+def test_the_heads_kernels_read_logits_once_each_way(results):
+    """4 bytes of each, and 2 are written of its gradient."""
+    result = results["selective checkpointing"]
+    forward = work(result, "forward", "head_kernel")
+    backward = work(result, "backward", "head_kernel")
+    assert forward["kernels"] == backward["kernels"] == 1
+    assert backward["bytes"] == pytest.approx(6 / 4 * forward["bytes"], rel=0.05)
+    largest = result["phases"]["forward"]["kinds"]["logits"]
+    assert forward["bytes"] == pytest.approx(largest, rel=0.1)
+
+
 def test_checkpointing_keeps_less(results):
     held = [
         results[f"{which} checkpointing"]["phases"]["forward"]["kinds"]["activations"]

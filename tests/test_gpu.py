@@ -5,7 +5,12 @@ there is. What CUDA alone has is left out then, or a stand-in (`DeviceMemory`).
 """
 
 import functools
+import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -461,6 +466,44 @@ def test_a_model_trains_alike_by_liger_and_by_the_library(device, tmp_path, fami
         on(device, three_steps_by, folder, kernels, checkpointing) for kernels in ("torch", "liger")
     ]
     assert history[0][2] < history[0][0] and history[1] == pytest.approx(history[0], rel=0.02)
+
+
+# --------------------------------------------------------------------------------------------------
+# the head's kernels
+
+
+@pytest.fixture(scope="module", params=[CPU, CUDA])
+def head_found(request):
+    """What head_kernels.py finds, by Triton's interpreter on the CPU."""
+    if request.param == "cuda":
+        import head_kernels
+
+        return head_kernels.all_cases(torch.device("cuda"))
+    file = Path(__file__).with_name("head_kernels.py")
+    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(file.parent.parent))
+    done = subprocess.run(
+        [sys.executable, str(file)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_heads_kernels_are_the_formulas(head_found):
+    assert len(head_found["cases"]) == 16
+    for name, differences in head_found["cases"].items():
+        limit = 0.01 if "bfloat16" in name else 3e-4
+        assert differences["logprob"] < 1e-5, name
+        assert differences["entropy"] < 1e-5, name
+        assert differences["hidden"] < limit, name
+        assert differences["weight"] < limit, name
+
+
+def test_the_heads_kernels_have_the_columns_of_their_rank(head_found):
+    assert head_found["over_ranks"] < 1e-4
+
+
+def test_the_heads_kernels_pass_on_what_is_not_finite(head_found):
+    assert head_found["not_finite"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,7 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.dryrun import delta_kernels, four_bits, image_tokens, kinds, liger_kernels
+from benchmarks.dryrun import (
+    delta_kernels,
+    four_bits,
+    head_kernels,
+    image_tokens,
+    kinds,
+    liger_kernels,
+)
 from benchmarks.dryrun.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
 from benchmarks.dryrun.kinds import END, MIDDLE, START
 from benchmarks.dryrun.meter import Meter
@@ -123,6 +130,7 @@ def _replace_groups_and_weights() -> None:
     four_bits.pretend()
     delta_kernels.pretend()
     liger_kernels.pretend()
+    head_kernels.pretend()
     experts._to_host = _even_rows
     vision: Any
     for vision in (QwenVision, GemmaVision, Gemma4Vision):

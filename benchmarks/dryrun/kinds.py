@@ -3,7 +3,7 @@
 import os
 import sys
 
-from minirl.model import logprob
+from minirl.model import logprob, logprob_kernels
 
 PARAMETERS = "parameters"
 BASE = "policy's parameters"  # That another model computes with, too.
@@ -39,7 +39,7 @@ _BY_FSDP_FUNCTION = {
 }
 _FSDP = f"{os.sep}fsdp{os.sep}_fully_shard{os.sep}"
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
-_HEAD = logprob.__file__
+_HEAD = (logprob.__file__, logprob_kernels.__file__)
 
 
 def kind_of_new(phase: str) -> str:
@@ -47,7 +47,7 @@ def kind_of_new(phase: str) -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == _HEAD:
+        if file in _HEAD:
             return HEAD
         if file.endswith(_CHECKPOINT) and phase == "backward":
             return RECOMPUTED

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minirl
-from benchmarks.dryrun import liger_kernels
+from benchmarks.dryrun import head_kernels, liger_kernels
 from benchmarks.dryrun.delta_kernels import KERNEL
 from benchmarks.dryrun.kinds import START, kind_of_new
 from benchmarks.dryrun.values import KnownValues, size_depends_on_values
@@ -61,7 +61,7 @@ _READ_ROWS = {"aten::embedding", "aten::gather", "aten::index_select"}
 _CHANGE_ROWS = {"aten::index_add_", "aten::index_copy_", "aten::scatter_", "aten::scatter_add_"}
 # Operators that change a tensor without reading it.
 _OVERWRITE = {"aten::_foreach_copy_", "aten::copy_", "aten::fill_", "aten::zero_"}
-_OVERWRITE |= {KERNEL, liger_kernels.KERNEL}
+_OVERWRITE |= {KERNEL, liger_kernels.KERNEL, head_kernels.KERNEL}
 # Operators whose tensors may be on two devices on CUDA, beside those that work element by element.
 _ON_TWO_DEVICES = {"aten::_foreach_copy_", "aten::copy_"}
 # How often operators that are several passes read or write their largest tensor.

@@ -2,8 +2,9 @@
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -215,6 +216,60 @@ def check_chunks_of_the_head() -> None:
     near("gradient of the head, chunk by chunk", got, wanted, LIMIT)
 
 
+class Head(NamedTuple):
+    """A head, and what is asked of it."""
+
+    rows: int
+    width: int
+    vocabulary: int
+    softcap: float | None = None
+    entropy_gradient: bool = False
+
+
+HEADS = (
+    Head(32768, 1024, 151936),  # Qwen3-0.6B
+    Head(8192, 2048, 151936),  # Qwen3-1.7B
+    Head(4096, 2304, 256000, 30.0, True),  # Gemma 2 2B
+)
+SMALL_HEADS = (Head(40, 32, 300), Head(40, 32, 1500, 2.0, True))
+
+
+def compare_ways_of_the_head(head: Head) -> None:
+    """Compare the head's kernels with its formulas in the same dtype, and time both."""
+    hidden = random(head.rows, head.width)
+    weight = random(head.vocabulary, head.width, scale=0.05)
+    targets = torch.randint(head.vocabulary, (head.rows,), device=DEVICE)
+    grads = list(torch.randn(2, head.rows, device=DEVICE))
+
+    def forward(function: Any) -> tuple[Tensor, ...]:
+        return function.apply(
+            hidden, weight, targets, 0.9, head.softcap, head.entropy_gradient, None
+        )
+
+    def both(function: Any) -> list[Tensor]:
+        results = forward(function)
+        outputs = results if head.entropy_gradient else results[:1]
+        gradients = torch.autograd.grad(outputs, (hidden, weight), grads[: len(outputs)])
+        return [*results, *gradients]
+
+    found = both(logprob._OnePass)
+    repeat = all(map(torch.equal, found, both(logprob._OnePass)))
+    check("the head's kernels repeat", repeat)
+    wanted = both(logprob._LogprobEntropy)
+    for name, x, y in zip(("log-probs", "entropies"), found, wanted, strict=False):
+        worst = (x - y).abs().max().item()
+        check(f"{name} by kernels and by formulas", worst < 1e-4, f"worst {worst:.3g}")
+    near("gradient of hidden states by both", found[2], wanted[2], LIMIT)
+    near("gradient of the head by both", found[3], wanted[3], LIMIT)
+    del found, wanted
+    for name, function in (("kernels", logprob._OnePass), ("formulas", logprob._LogprobEntropy)):
+        alone = 1e3 * lib.seconds(functools.partial(forward, function), 3)
+        total = 1e3 * lib.seconds(functools.partial(both, function), 3)
+        label = f"head of {head.rows} x {head.vocabulary} x {head.width} by {name}"
+        value(f"{label}: forward", alone, "ms")
+        value(f"{label}: backward", total - alone, "ms")
+
+
 # --------------------------------------------------------------------------------------------------
 # experts
 
@@ -373,6 +428,10 @@ def main() -> None:
         torch.cuda.empty_cache()
     with part("several chunks of the head"):
         check_chunks_of_the_head()
+    if ON_GPU or "TRITON_INTERPRET" in os.environ:
+        for head in SMALL_HEADS if SMALL else HEADS:
+            with part(f"the head's kernels, {head}"):
+                compare_ways_of_the_head(head)
     with part("grouped experts"):
         check_experts()
     if ON_GPU and fused.has_liger():

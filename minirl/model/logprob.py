@@ -1,7 +1,10 @@
 """Log-probs and entropy straight from hidden states, chunk by chunk.
 
-There is never a whole [T, vocabulary] tensor.
+There is never a whole [T, vocabulary] tensor. Here are the formulas; on CUDA the kernels of
+`logprob_kernels.py` compute them.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,18 +42,27 @@ def logprob_entropy(
     Returns:
         Log-probs [N] and entropies [N], float32 (float64 for float64 inputs).
     """
-    return _LogprobEntropy.apply(
-        hidden, weight, targets, temperature, softcap, entropy_gradient, group
-    )
+    by_kernels = hidden.is_cuda and hidden.dtype != torch.float64
+    function: Any = _OnePass if by_kernels else _LogprobEntropy
+    return function.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
+
+
+def _rows_of_chunk(weight: Tensor, dtype: torch.dtype) -> int:
+    """Return how many rows of logits in a dtype are computed at once."""
+    return max(16, CHUNK_BYTES[weight.device.type] // (weight.shape[0] * dtype.itemsize))
+
+
+def _matrix_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return hidden @ weight.T, in float32 if their dtype is not wider."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        # Rounding logits to bfloat16 would cost 3 digits of log-prob.
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    logits = torch.mm(hidden, weight.t())
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        # Rounding logits to bfloat16 would cost 3 digits of log-prob.
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = torch.mm(hidden, weight.t())
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _matrix_product(hidden, weight)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperature) if temperature != 1.0 else logits
@@ -116,8 +128,7 @@ class _LogprobEntropy(torch.autograd.Function):
         logprobs = hidden.new_empty(
             len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32)
         )
-        bytes_per_row = weight.shape[0] * logprobs.itemsize
-        ctx.chunk = max(16, CHUNK_BYTES[hidden.device.type] // bytes_per_row)
+        ctx.chunk = _rows_of_chunk(weight, logprobs.dtype)
         log_sum = torch.empty_like(logprobs)
         mean = torch.empty_like(logprobs)  # sum(p z)
         ctx.last_chunk = None
@@ -194,6 +205,93 @@ class _LogprobEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
         z = p = grad = None
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+class _OnePass(torch.autograd.Function):
+    """The same as `_LogprobEntropy` by kernels that go through a chunk of logits once each way."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        entropy_gradient: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        from minirl.model import logprob_kernels
+
+        if group is not None:
+            targets = targets - group.rank() * weight.shape[0]
+        ctx.chunk = _rows_of_chunk(weight, torch.float32)
+        found = hidden.new_empty((3, len(hidden)), dtype=torch.float32)
+        logits = None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = None  # frees one chunk before the next is computed
+            logits = _matrix_product(hidden[rows], weight)
+            found[:, rows] = logprob_kernels.sums(logits, targets[rows], temperature, softcap)
+        ctx.last_chunk = logits
+        if group is not None:
+            parts = [torch.empty_like(found) for _ in range(group.size())]
+            dist.all_gather(parts, found, group)
+            found = logprob_kernels.over_ranks(torch.stack(parts))
+        target_z, log_sum, mean = found
+        ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
+        ctx.temperature = temperature
+        ctx.softcap = softcap
+        ctx.entropy_gradient = entropy_gradient
+        ctx.group = group
+        entropy = log_sum - mean
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return target_z - log_sum, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
+        from minirl.model import logprob_kernels
+
+        hidden, weight, targets, log_sum, mean = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None  # Of a frozen head.
+        if ctx.needs_input_grad[1]:
+            # Summed over chunks, so never in bfloat16.
+            grad_weight = torch.empty_like(weight, dtype=torch.float32)
+            if not len(hidden):
+                grad_weight.zero_()
+        by_logprob = grad_logprobs / ctx.temperature
+        by_entropy = grad_entropy / ctx.temperature
+        for start in reversed(range(0, len(hidden), ctx.chunk)):
+            rows = slice(start, start + ctx.chunk)
+            grad = None  # frees one chunk before the next is computed
+            logits = ctx.last_chunk
+            ctx.last_chunk = None  # a second backward computes all
+            if logits is None:
+                logits = _matrix_product(hidden[rows], weight)
+            grad = logprob_kernels.gradient(
+                logits,
+                targets[rows],
+                log_sum[rows],
+                mean[rows],
+                by_logprob[rows],
+                by_entropy[rows] if ctx.entropy_gradient else None,
+                ctx.temperature,
+                ctx.softcap,
+                hidden.dtype,
+            )
+            logits = None
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            is_first = rows.stop >= len(hidden)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
+        grad = None
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
         if grad_weight is not None:

@@ -38,7 +38,7 @@ MOVED = {
     "experts": (6.4, 10.6),
     "delta net": (6.4, 14.7),
 }
-LOGIT_BYTES = (36, 26)  # Read and written for each logit, in forward and in backward.
+LOGIT_BYTES = (4, 6)  # Read and written for each logit, in forward and in backward.
 CAST_BYTES = 10  # Read and written for each weight of a shard, for a pass: float32 to its dtype.
 # Read and written for each input and output of a matrix with an adapter, by the gradients of A and
 # B: products of so few columns take as long as their rows take to be read and written.
@@ -280,14 +280,14 @@ class Training:
 
         held = 2 * hidden
         in_layer = (gathered, held + in_forward, 0.0, 0.0)
-        phases = {"annotate": peak(in_layer, (rest, held + in_loss, 2 * chunk, 0.0))}
+        phases = {"annotate": peak(in_layer, (rest, held + in_loss, chunk, 0.0))}
         if not self.trains:
             return phases
         gradient = self.gradient
         of_head = self.head_trained
         held += kept
         in_layer = (gathered, held + in_forward, 0.0, gradient)
-        phases["forward"] = peak(in_layer, (rest, held + in_loss, 2 * chunk, gradient))
+        phases["forward"] = peak(in_layer, (rest, held + in_loss, chunk, gradient))
         held -= hidden
         # Gradients to be reduced are float32. That of the embedding is dense.
         wide = 0 if self.keeps_whole and gradient else WIDE
