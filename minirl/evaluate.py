@@ -87,7 +87,13 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         num_answers=len(rows) * cfg.eval.samples,
         guides=isinstance(example, Agent),
     )
-    _check_finite(engine, folder, mesh)
+    with errors_of_all(mesh):
+        wrong = engine.names_of_not_finite()
+        require(
+            not wrong,
+            f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "
+            f"{', '.join(wrong[:3])}; take another checkpoint",
+        )
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg, open_endpoint)
     stop_ids = stop_token_ids(tokenizer, folder)
     reward_model = None
@@ -119,14 +125,3 @@ def _write(cfg: EvaluateConfig, numbers: dict[str, float], answers: list[dict]) 
     print(text)
     if cfg.output:
         Path(cfg.output).write_text(text + "\n")
-
-
-def _check_finite(engine: RolloutEngine, folder: Path, mesh: Mesh) -> None:
-    """Raise UserError, on all ranks, if weights of the engine are NaN or infinite."""
-    with errors_of_all(mesh):
-        wrong = engine.names_of_not_finite()
-        require(
-            not wrong,
-            f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "
-            f"{', '.join(wrong[:3])}; take another checkpoint",
-        )

@@ -355,6 +355,7 @@ IMPOSSIBLE = [
         "rollout.samples_per_prompt = 1, algo.advantage = 'grpo': the method compares the samples "
         "of one prompt, so it needs at least 2",
     ),
+    ({"reward__weights": [float("nan")]}, "reward.weights = [nan] should be a finite number"),
     ({"rollout__temperature": 0.0}, "rollout.temperature = 0.0 should be greater than 0"),
     ({"rollout__temperature": float("nan")}, "rollout.temperature = nan should be a finite number"),
     ({"rollout__top_p": 0.9}, "rollout.top_p = 0.9"),

@@ -267,7 +267,6 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
         ([], [], "nothing scores; name a function, or set reward.model"),
         (["exact", "exact"], [], "a function is named twice; name it once"),
         (["exact"], [1.0, 2.0], "there are 2 weights for 1 functions; give one for each, or none"),
-        ("exact", [float("nan")], "a weight is not finite; give finite numbers"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(function, weights, why):

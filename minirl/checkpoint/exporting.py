@@ -54,10 +54,6 @@ class FolderPlan:
     # What model.safetensors.index.json says; None: there is one file, which needs none.
     index: dict | None
 
-    def files_of(self, rank: int) -> list[str]:
-        """Return the safetensors files that a rank writes."""
-        return [file for file, writer in self.writers.items() if writer == rank]
-
     def dtype_in_file(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a tensor of some dtype is written."""
         # A router's correction is float32 in any file: rounded it would choose other experts.
@@ -132,7 +128,9 @@ def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader)
     Raises:
         OSError: a file cannot be written.
     """
-    for file in plan.files_of(rank):
+    for file, writer in plan.writers.items():
+        if writer != rank:
+            continue
         weights = {}
         for name, t in read(plan.files[file]).items():
             in_file = t.to(plan.dtype_in_file(name, t.dtype))

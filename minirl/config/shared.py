@@ -231,7 +231,7 @@ class RewardConfig:
     #: What scores an answer. Several are summed. Empty: no function, if `model` alone is to score.
     function: str | list[str] = "exact"
     #: Weights of the functions in the sum. Empty: 1 each.
-    weights: list[float] = field(default_factory=list)
+    weights: list[Finite] = field(default_factory=list)
     #: Folder or hub id of a trained reward model (such as minirl.rm leaves) with the policy's
     #: vocabulary. Its score is added to the sum.
     model: str = ""

@@ -447,8 +447,10 @@ def check_named(cfg: Any) -> None:
     Raises:
         UserError: for the first thing that is missing.
     """
-    check_models(cfg)
     settings = flatten(dataclasses.asdict(cfg))
+    for setting in MODELS:
+        for model in _texts(settings.get(setting)):
+            check_model(model, setting)
     for setting in ("data.train", "data.eval"):
         for source in _texts(settings.get(setting)):
             check_source(source, setting)
@@ -472,14 +474,6 @@ def _texts(value: Any) -> list[str]:
     """Return the texts that a setting has: none, one or several."""
     texts = value if isinstance(value, list) else [value]
     return [text for text in texts if text]
-
-
-def check_models(cfg: Any) -> None:
-    """Refuse a config that names a model that is not there. Raises UserError."""
-    settings = flatten(dataclasses.asdict(cfg))
-    for setting in MODELS:
-        for model in _texts(settings.get(setting)):
-            check_model(model, setting)
 
 
 def check_model(model: str, setting: str) -> None:

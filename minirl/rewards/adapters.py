@@ -253,40 +253,28 @@ ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 SEVERAL = tuple(f"{name}s" for name in ONE)
 
 
-def verl_reward(place: str) -> AdaptedReward:
-    """Return the reward function at `place`: file.py:function, with options as ?name=value.
-
-    Raises:
-        UserError: There is no such function, or it cannot be called as verl does.
-    """
-    where = f"reward.function = verl:{place}"
-    function_place, _, query = place.partition("?")
-    try:
-        options = read_options(query)
-    except ValueError as error:
-        raise UserError(
-            f"{where}: {error}; its own arguments are written ?name=value&name=value"
-        ) from error
-    return VerlReward(where, find_function("reward.function", function_place, {}), options)
-
-
 class VerlReward(AdaptedReward):
     """A `compute_score` that is called for one completion at a time.
 
     Args:
-        where: setting and value, for errors.
-        function: the function.
-        options: further arguments of every call.
+        place: file.py:function, with further arguments of every call as ?name=value.
 
     Raises:
-        UserError: It has a parameter that verl does not give.
+        UserError: There is no such function, or it has a parameter that verl does not give.
     """
 
-    def __init__(self, where: str, function: Callable, options: dict[str, Any]):
-        self.call = NamedCall(function)
-        self.options = options
+    def __init__(self, place: str):
+        where = f"reward.function = verl:{place}"
+        function_place, _, query = place.partition("?")
+        try:
+            self.options = read_options(query)
+        except ValueError as error:
+            raise UserError(
+                f"{where}: {error}; its own arguments are written ?name=value&name=value"
+            ) from error
+        self.call = NamedCall(find_function("reward.function", function_place, {}))
         self.takes_lists = bool(self.call.names.intersection(SEVERAL))
-        given = (*(SEVERAL if self.takes_lists else ONE), *options)
+        given = (*(SEVERAL if self.takes_lists else ONE), *self.options)
         unknown = [name for name in self.call.needed if name not in given]
         require(
             not unknown,

@@ -13,7 +13,6 @@
 """
 
 import json
-import math
 import os
 import pickle
 import queue
@@ -49,9 +48,9 @@ from minirl.sandbox.inside.kernel import end_with_parent
 
 # What makes a reward function of the text after a prefix; imported when it is needed.
 ADAPTERS = {
-    "openrlhf": "minirl.envs.adapters.openrlhf:reward",
+    "openrlhf": "minirl.envs.adapters.openrlhf:OpenRLHFReward",
     "trl": "minirl.rewards.adapters:trl_reward",
-    "verl": "minirl.rewards.adapters:verl_reward",
+    "verl": "minirl.rewards.adapters:VerlReward",
 }
 PACKAGE = Path(minirl.__file__).parent
 START = "from minirl.rewards.loading import main; main()"
@@ -76,10 +75,6 @@ def make_rewards(cfg: RewardConfig, watch: Oversight | None = None) -> Rewards:
         len(cfg.weights) in (0, len(names)),
         f"{settings}: there are {len(cfg.weights)} weights for {len(names)} functions; "
         "give one for each, or none",
-    )
-    require(
-        all(map(math.isfinite, cfg.weights)),
-        f"{settings}: a weight is not finite; give finite numbers",
     )
     functions = [find_reward(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
@@ -108,15 +103,6 @@ def find_reward(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
 
 # --------------------------------------------------------------------------------------------------
 # the first call
-
-
-def make_up_completion(row: dict) -> str:
-    """Return a completion with the answer of a row in all the forms that rewards look for."""
-    answer = str(row.get("answer") or 42)
-    return (
-        f"<think>\nIt follows that it is {answer}.\n</think>\n<answer>{answer}</answer>\n"
-        f"Answer: {answer}\n#### {answer}\nSo it is $\\boxed{{{answer}}}$."
-    )
 
 
 def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Mesh) -> None:
@@ -161,10 +147,15 @@ def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> 
     """
     row = dict(prompts.rows[0])
     row["rendered_prompt"] = prompts.rendered(row)
-    completion = make_up_completion(row)
+    # The answer of the row in all the forms that rewards look for.
+    answer = str(row.get("answer") or 42)
+    completion = (
+        f"<think>\nIt follows that it is {answer}.\n</think>\n<answer>{answer}</answer>\n"
+        f"Answer: {answer}\n#### {answer}\nSo it is $\\boxed{{{answer}}}$."
+    )
     tokens = chat.encode(prompts.tokenizer, completion)
     call = RewardCall(tokens=tokens, state=TrainerState(max_steps=1, num_train_epochs=1.0))
-    answer = Answer(row=row, completion=completion, call=call)
+    made_up = Answer(row=row, completion=completion, call=call)
     uses_signals = False
 
     def look(frame: FrameType, event: str, argument: object) -> None:
@@ -176,7 +167,7 @@ def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> 
         # An error of it may be caught by the function, which would then return 0 for all answers.
         sys.setprofile(look)
         try:
-            rewards.grade_in_time(function, name, [answer])
+            rewards.grade_in_time(function, name, [made_up])
         finally:
             sys.setprofile(None)
 

@@ -112,24 +112,18 @@ def load_from_file(setting: str, file: str, name: str) -> Callable:
         return find_function(setting, f"{file}:{name}", {})
 
 
-def reward(file: str) -> AdaptedReward:
-    """Return the reward function of a file with `reward_func`.
-
-    Raises:
-        UserError: if the file does not import or has no such function.
-    """
-    return OpenRLHFReward(load_from_file("reward.function", file, "reward_func"))
-
-
 class OpenRLHFReward(AdaptedReward):
     """A `reward_func`, called for one answer at a time, with lists of one.
 
     It may return such a list, or a dict that has it as `rewards`. Of a dict the numbers in
     `extra_logs` go to the metrics; `scores` are not used, because metrics are of the reward.
+
+    Raises:
+        UserError: if the file does not import or has no such function.
     """
 
-    def __init__(self, function: Callable):
-        self.function = function
+    def __init__(self, file: str):
+        self.function = load_from_file("reward.function", file, "reward_func")
 
     def score(self, answer: Answer) -> float:
         """Return the reward."""

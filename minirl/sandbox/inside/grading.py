@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
+from minirl.sandbox.inside.kernel import confine, end_with_parent
 
 # To the template process: what to do, and for KILL the worker's pid. FORK comes with a socket.
 ORDER = struct.Struct("=ci")
@@ -113,7 +113,7 @@ def work(grade: Callable, trainer: socket.socket, settings: dict) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
     }
-    confine(Confinement(settings["readable"], None, limits))
+    confine(settings["readable"], None, limits)
     while request := receive(trainer):
         arguments = pickle.loads(request)
         # Its signal ends the process, wherever it is: a power of numbers is one call of Python.

@@ -77,35 +77,25 @@ TCP = 0b11  # Bind and connect.
 SCOPES = 0b11  # Abstract sockets and signals.
 
 
-class Confinement:
-    """What a process keeps. A plain class: the module of data classes takes as long as the rest.
+def confine(readable: list[str], folder: str | None, limits: dict[int, tuple[int, int]]) -> None:
+    """Give up all other rights of this process, which must have one thread, for good.
 
     Args:
         readable: paths below which it may read.
         folder: below it everything is allowed; None: there is no such folder.
         limits: by resource (RLIMIT_...): soft and hard limit.
-    """
-
-    def __init__(self, readable: list[str], folder: str | None, limits: dict[int, tuple[int, int]]):
-        self.readable = readable
-        self.folder = folder
-        self.limits = limits
-
-
-def confine(confinement: Confinement) -> None:
-    """Give up all other rights of this process, which must have one thread, for good.
 
     Raises:
         OSError: the kernel lacks Landlock or seccomp.
         KeyError: the tables know no such machine.
     """
     column, architecture = MACHINES[os.uname().machine]
-    for kind, (soft, hard) in confinement.limits.items():
+    for kind, (soft, hard) in limits.items():
         resource.setrlimit(kind, (soft, hard))
     program = filter_program(column, architecture)  # Reads a file, which is out of reach later.
     _call(PRCTL[column], PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # Which both filters ask for.
     _drop_capabilities(column)
-    _restrict_files(confinement.readable, confinement.folder)
+    _restrict_files(readable, folder)
     packed = [struct.pack("=HBBI", *instruction) for instruction in program]
     code = ctypes.create_string_buffer(b"".join(packed))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))

@@ -5,6 +5,7 @@ process before it knows anything (trial.py).
 """
 
 import builtins
+import functools
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ import sys
 import traceback
 import types
 
-from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
+from minirl.sandbox.inside.kernel import confine, end_with_parent
 
 
 def main() -> None:
@@ -24,10 +25,15 @@ def main() -> None:
     end_with_parent()
     if os.getppid() != settings["parent"]:
         sys.exit(1)  # It ended before the line above.
-    rights = Confinement(settings["readable"], folder, limits(settings))
-    scope = make_scope()
+    give_up_rights = functools.partial(confine, settings["readable"], folder, limits(settings))
+    # The names of main.py are those of the module `__main__` from now on: pickle, unittest and
+    # typing look for them there.
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    scope = vars(module)
+    scope |= {"__builtins__": builtins, "__file__": "main.py"}
     if settings["verdict"] is None:
-        confine(rights)
+        give_up_rights()
         sys.path.insert(0, folder)
         execute("main.py", scope)
         return
@@ -35,8 +41,8 @@ def main() -> None:
     # Imported here: most programs have no tests, and start in half the time without these.
     from minirl.sandbox.inside.trial import serve, start_tests
 
-    tests = start_tests(settings["verdict"], rights)
-    confine(rights)
+    tests = start_tests(settings["verdict"], give_up_rights)
+    give_up_rights()
     sys.path.insert(0, folder)
     try:
         execute("main.py", scope)
@@ -44,18 +50,6 @@ def main() -> None:
         if left.code not in (None, 0):
             raise
     serve(scope, tests)
-
-
-def make_scope() -> dict:
-    """Return the names of main.py, which are those of the module `__main__` from now on.
-
-    pickle, unittest and typing look for them there.
-    """
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    scope = vars(module)
-    scope |= {"__builtins__": builtins, "__file__": "main.py"}
-    return scope
 
 
 def limits(settings: dict) -> dict[int, tuple[int, int]]:

@@ -34,7 +34,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any, TextIO
 
-from minirl.sandbox.inside.kernel import Confinement, confine, end_with_parent
+from minirl.sandbox.inside.kernel import end_with_parent
 
 PASSED = b"passed"
 MAX_ITEMS = 10_000  # Of an iterator: a generator may have no end.
@@ -114,12 +114,12 @@ def decode(content: Any) -> Any:
     return KINDS[name][2](decode(items))
 
 
-def start_tests(verdict_descriptor: int, rights: Confinement) -> socket.socket:
+def start_tests(verdict_descriptor: int, give_up_rights: Callable[[], None]) -> socket.socket:
     """Start the tests' process. Returns the program's end of the connection to it.
 
     Args:
         verdict_descriptor: connection to the runner, which this process does not keep.
-        rights: what the tests' process keeps; it does not outlive this one.
+        give_up_rights: confines the tests' process, which does not outlive this one.
     """
     sys.set_int_max_str_digits(0)  # Numbers travel as texts, whatever their size.
     program_end, tests_end = socket.socketpair()
@@ -132,7 +132,7 @@ def start_tests(verdict_descriptor: int, rights: Confinement) -> socket.socket:
     program_end.close()
     end_with_parent()
     if os.getppid() == program:
-        confine(rights)
+        give_up_rights()
         with verdict.makefile("rb") as stream:
             source = stream.read().decode()
         if _do_pass(source, tests_end.makefile("rw")):
