@@ -371,6 +371,7 @@ def fake_flash2(version):
     """Modules like the package's."""
     package = types.ModuleType("flash_attn")
     package.__version__ = version
+    package.__path__ = []
     interface = types.ModuleType("flash_attn.flash_attn_interface")
     interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
     interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
@@ -446,17 +447,19 @@ def install(monkeypatch):
     """install(modules): as if they were installed; install({}): as if no flash-attn were."""
 
     def put(modules):
-        for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_3"):
+        for name in [name for name in sys.modules if name.startswith("flash_attn")]:
             monkeypatch.delitem(sys.modules, name, raising=False)
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         flash.flash2.cache_clear()
         flash.flash3.cache_clear()
+        flash.flash4.cache_clear()
 
     yield put
     monkeypatch.undo()
     flash.flash2.cache_clear()
     flash.flash3.cache_clear()
+    flash.flash4.cache_clear()
 
 
 @pytest.fixture
@@ -501,6 +504,76 @@ def test_flash_attention_3_equals_the_formula(choose, install, which, window):
     assert_same(by_flash, attend_and_back(batch, window))
 
 
+# The names of these arguments are flash-attn-4's.
+def flash4_forward(
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    return_lse,
+):
+    assert return_lse
+    sums = cu_seqlens_q, cu_seqlens_k
+    window = [-1 if size is None else size for size in (window_size_left, window_size_right)]
+    check(q, k, v, *sums, max_seqlen_q, max_seqlen_k, causal, *window)
+    return formula(q, k, v, *sums, causal, softmax_scale, *window, 0.0)
+
+
+def flash4_backward(
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+):
+    assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
+    sums = cu_seqlens_q, cu_seqlens_k
+    window = [-1 if size is None else size for size in (window_size_left, window_size_right)]
+    check(q, k, v, *sums, max_seqlen_q, max_seqlen_k, causal, *window)
+    return tuple(formula(q, k, v, *sums, causal, softmax_scale, *window, 0.0, (dout, out, lse)))
+
+
+def fake_flash4():
+    names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    modules = {name: types.ModuleType(name) for name in names}
+    for module in modules.values():
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        module.__path__ = []
+    modules[names[-1]]._flash_attn_fwd = flash4_forward
+    modules[names[-1]]._flash_attn_bwd = flash4_backward
+    return modules
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("which", ["long and short prompts", "single sequences"])
+def test_flash_attention_4_equals_the_formula(choose, install, which, window):
+    install(fake_flash4())
+    batch = pack(SHARED[which], CPU, layout=RowLayout(windowed=window is not None))
+    choose(True)
+    by_flash = attend_and_back(batch, window)
+    choose(False)
+    assert_same(by_flash, attend_and_back(batch, window))
+
+
 @pytest.mark.usefixtures("deterministic", "flash3_operators", "hopper")
 @pytest.mark.parametrize(
     ("modules", "softcap"), [(fake_flash2("2.8.0"), 2.0), (fake_flash3(), None)]
@@ -523,6 +596,13 @@ def test_which_package_is_chosen(install, monkeypatch, flash3_operators):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert flash.choose(narrow, None) == flash.choose(wide, None) == 3
     assert flash.choose(narrow, 50.0) == 2
+    install(fake_flash4())
+    assert flash.choose(narrow, None) == 4
+    assert flash.choose(wide, None) is flash.choose(narrow, 50.0) is None
+    install(fake_flash4() | fake_flash3())
+    assert flash.choose(narrow, None) == 3
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert flash.choose(narrow, None) == 4
 
 
 @pytest.mark.usefixtures("deterministic", "flash3_operators", "hopper")
@@ -530,6 +610,8 @@ def test_flash_attention_3_is_not_asked_for_the_determinism_it_lacks(install):
     install(fake_flash3())
     assert flash.choose(torch.empty(1, 1, 192), None) == 3
     assert flash.choose(torch.empty(1, 1, 256), None) is None
+    install(fake_flash4())
+    assert flash.choose(torch.empty(1, 1, 128), None) is None
 
 
 def test_an_old_package_is_refused(install):

@@ -1,10 +1,11 @@
 """The door to FlashAttention: attention of one `Block` over running lengths, in half precision.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691) is inside torch. Two packages are better in places:
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) is inside torch. Three packages are better in places:
 FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608; package `flash_attn_3`, built from the folder
-hopper/ of its repository) is faster on Hopper GPUs, and flash-attn 2.8 (extra `flash`) knows
-softcaps: Gemma 2. ring-flash-attn (extra `ring`), which has the zigzag layout of
-batch/attention_plan.py, goes around a ring of ranks.
+hopper/ of its repository) is faster on Hopper GPUs, FlashAttention-4 (package flash-attn-4) on
+these and on Blackwell's, and flash-attn 2.8 (extra `flash`) knows softcaps: Gemma 2.
+ring-flash-attn (extra `ring`), which has the zigzag layout of batch/attention_plan.py, goes around
+a ring of ranks.
 
 All add up the gradients of queries in any order, but in a fixed one under
 `torch.use_deterministic_algorithms(True)`.
@@ -56,18 +57,32 @@ def flash3() -> Any:
     return torch.ops.flash_attn_3
 
 
+@functools.cache
+def flash4() -> Any:
+    """Return FlashAttention-4's functions, None without the package."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    if importlib.util.find_spec("flash_attn.cute") is None:
+        return None
+    return importlib.import_module("flash_attn.cute.interface")
+
+
 def choose(q: Tensor, softcap: float | None) -> int | None:
-    """Return which FlashAttention of a package is best for such queries: 3, 2, or None.
+    """Return which FlashAttention of a package is best for such queries: 4, 3, 2, or None.
 
     None with a softcap: no FlashAttention can.
     """
     if softcap is not None:
         return 2 if flash2() else None
-    if flash3() and torch.cuda.get_device_capability(q.device)[0] == 9:
+    if not (flash3() or flash4()):
+        return None
+    generation = torch.cuda.get_device_capability(q.device)[0]
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if flash3() and generation == 9:
         # Its backward for such wide heads is not deterministic.
-        if torch.are_deterministic_algorithms_enabled() and q.shape[-1] > 192:
-            return None
-        return 3
+        return None if is_deterministic and q.shape[-1] > 192 else 3
+    if flash4() and generation in (9, 10) and q.shape[-1] <= 128 and not is_deterministic:
+        return 4
     return None
 
 
@@ -217,7 +232,7 @@ def package_forward(
         max_keys: a bound of its keys.
         softcap: c of scores c tanh(s / c); 0: none.
         causal: the last query of a pair sees its last key, and each one before it one key less.
-        version: 2 or 3, of FlashAttention.
+        version: 2, 3 or 4, of FlashAttention.
         scale: factor of the scores.
         window_size_left: keys that a query sees before its last one; -1: all.
         window_size_right: keys that a query sees after its own; -1: all.
@@ -236,6 +251,19 @@ def package_forward(
             softcap=softcap,
             num_splits=1,
         )
+    elif version == 4:
+        results = flash4()._flash_attn_fwd(
+            *(q, k, v),
+            cu_seqlens_q=cu_queries,
+            cu_seqlens_k=cu_keys,
+            max_seqlen_q=max_queries,
+            max_seqlen_k=max_keys,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=_or_none(window_size_left),
+            window_size_right=_or_none(window_size_right),
+            return_lse=True,
+        )
     else:
         results = flash2()._flash_attn_varlen_forward(
             *(q, k, v),
@@ -248,6 +276,10 @@ def package_forward(
             softcap,
         )
     return results[0], results[1]
+
+
+def _or_none(window_size: int) -> int | None:
+    return None if window_size < 0 else window_size
 
 
 @package_forward.register_fake
@@ -280,6 +312,18 @@ def package_backward(
     The gradient `dout` of the output, the output and its log-sum-exp [H, N] may be of an attention
     of which this is a part. The rest is as in `package_forward`.
     """
+    if version == 4:
+        return flash4()._flash_attn_bwd(
+            *(q, k, v, out, dout, lse),
+            cu_seqlens_q=cu_queries,
+            cu_seqlens_k=cu_keys,
+            max_seqlen_q=max_queries,
+            max_seqlen_k=max_keys,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=_or_none(window_size_left),
+            window_size_right=_or_none(window_size_right),
+        )
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
