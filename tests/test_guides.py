@@ -85,7 +85,7 @@ def guided_program(mesh, folder):
         task = loop.loop.create_task(loop.generate(requests[3]))
         while not engine.llm.llm_engine.has_unfinished_requests():
             await asyncio.sleep(0)
-        for _ in range(40):
+        for _ in range(10):
             await asyncio.sleep(0)
         return task
 

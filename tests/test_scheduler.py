@@ -133,44 +133,74 @@ def make_options(folder, ahead, num_blocks, window):
 
 
 def make_requests(num):
-    """Requests of all kinds, with prompts that begin alike."""
+    """Requests of all kinds, with prompts that begin alike, as the engine's client makes them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
+    from vllm.v1.engine import EngineCoreRequest
 
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
     requests = []
     for i in range(num):
         params = SamplingParams(
             seed=i,
             max_tokens=2 + i * 7 % 33,
             logprobs=2 if i % 8 == 5 else 0,
+            flat_logprobs=True,
             stop_token_ids=[i % 5, 17] if i % 3 == 0 else [],
             min_tokens=2 if i % 9 == 0 else 0,
             ignore_eos=i % 4 != 1,
+            # With strings to stop at, the text of each step is looked at.
+            detokenize=i % 13 == 12,
+            stop=["a string"] if i % 13 == 12 else None,
             output_kind=RequestOutputKind.DELTA if i % 11 == 7 else RequestOutputKind.FINAL_ONLY,
         )
-        if i % 13 == 12:
-            params.stop = ["a string, which the output processor looks for"]
         params.update_from_generation_config({}, EOS)
-        prompt = [(i % 3) * 20 + place for place in range(1 + i * 5 % 14)]
-        requests.append(Request(f"{i}-a", prompt, params, None, block_hasher=hasher))
+        requests.append(
+            EngineCoreRequest(
+                request_id=f"{i}-internal",
+                external_req_id=str(i),
+                prompt_token_ids=[(i % 3) * 20 + place for place in range(1 + i * 5 % 14)],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
     return requests
 
 
 class Run:
-    """A scheduler, the model, and what came of it."""
+    """A scheduler, the model, the output processor, and what came of it."""
 
     def __init__(self, scheduler, ahead):
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler = scheduler
         self.ahead = ahead
         self.model = Model(BLOCK)
+        self.processor = OutputProcessor(None, log_stats=False)
+        scheduler.states = self.processor.request_states  # as RolloutEngine does it
         self.queue = deque()
         self.steps = []
-        self.results = {}
+        self.results = []
+
+    def add(self, request):
+        from vllm.v1.request import Request
+
+        self.processor.add_request(request, None)
+        self.scheduler.add_request(Request.from_engine_core_request(request, self.hasher))
+
+    def abort(self, request_ids):
+        from vllm.v1.request import RequestStatus
+
+        self.processor.abort_requests(request_ids, internal=True)
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self):
         """As vLLM's engine core does it, with two steps in its queue if it is ahead."""
@@ -185,33 +215,26 @@ class Run:
         if self.queue:
             step, output = self.queue.popleft()
             for client in scheduler.update_from_output(step, output).values():
-                self.take(client.outputs)
+                for done in self.processor.process_outputs(client.outputs).request_outputs:
+                    (one,) = done.outputs
+                    ids, values = one.logprobs.token_ids, one.logprobs.logprobs
+                    ends = one.finish_reason, one.stop_reason
+                    self.results.append((done.request_id, one.token_ids, ids, values, *ends))
 
-    def take(self, outputs):
-        for output in outputs:
-            tokens, logprobs, ends = self.results.setdefault(output.request_id, ([], [], []))
-            tokens += output.new_token_ids
-            columns = output.new_logprobs
-            rows = zip(columns.logprob_token_ids, columns.logprobs, strict=True)
-            for token, (ids, values) in zip(output.new_token_ids, rows, strict=True):
-                assert token == ids[0]
-                logprobs.append(values[:1].tolist())
-            if output.finish_reason is not None:
-                ends.append((output.finish_reason, output.stop_reason))
-
-    def take_sampled(self):
-        """What `RolloutEngine.unfinished` asks for."""
-        from minirl.engine.scheduler import DecodeScheduler
-
-        if isinstance(self.scheduler, DecodeScheduler):
-            self.take(self.scheduler.take_sampled())
-        return {key: (list(value[0]), list(value[1])) for key, value in self.results.items()}
+    def unfinished(self):
+        """What has been sampled, by request."""
+        found = {}
+        for key, state in self.processor.request_states.items():
+            columns = state.logprobs_processor.logprobs
+            lists = state.detokenizer.output_token_ids, columns.token_ids, columns.logprobs
+            found[key] = [list(column) for column in lists]
+            assert len(columns.start_indices) == len(columns.end_indices) == len(lists[0])
+            assert len(columns.token_ids) == len(columns.ranks) == len(columns.decoded_tokens)
+        return found
 
 
 def drive(scheduler, ahead, reset):
     """Requests come, are aborted and go; in the middle all lose their keys, if `reset`."""
-    from vllm.v1.request import RequestStatus
-
     run = Run(scheduler, ahead)
     requests = make_requests(48)
     unfinished = []
@@ -219,12 +242,11 @@ def drive(scheduler, ahead, reset):
     while requests or scheduler.has_unfinished_requests() or run.queue:
         if number % 4 == 0:
             for request in requests[:2]:
-                scheduler.add_request(request)
+                run.add(request)
             requests = requests[2:]
         if number in (25, 57, 58, 90):
-            unfinished.append(run.take_sampled())
-            victims = [request.request_id for request in scheduler.running[1::3]]
-            scheduler.finish_requests(victims, RequestStatus.FINISHED_ABORTED)
+            unfinished.append(run.unfinished())
+            run.abort([request.request_id for request in scheduler.running[1::3]])
         if reset and number == 70:
             scheduler.reset_prefix_cache(reset_running_requests=True)
         run.step()

@@ -52,6 +52,7 @@ class Endpoint:
         """
         preload()  # Now, and not while a request waits.
         self.engine_loop = engine_loop
+        engine_loop.has_endpoint = True
         self.prompts = prompts
         self._sessions: dict[str, SessionState] = {}
         bound_socket = bind(cfg.host, cfg.port, "endpoint.")

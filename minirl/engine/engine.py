@@ -152,9 +152,8 @@ class RolloutEngine:
             self.routes = ReturnedRoutes(self.model)
         elif routes:
             self.routes = SlotRoutes(self.llm, self.model)
-        self._scheduler: Any = None  # If it is minirl's.
-        if self.scheduler_cls and not routes:
-            self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.scheduler.states = self.llm.llm_engine.output_processor.request_states
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -477,10 +476,7 @@ class RolloutEngine:
     def unfinished(self) -> Iterator[EngineOutput]:
         """Yield what has been sampled for requests that are neither finished nor streamed."""
         final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        processor = self.llm.llm_engine.output_processor
-        if self._scheduler:
-            processor.process_outputs(self._scheduler.take_sampled())
-        for state in processor.request_states.values():
+        for state in self.llm.llm_engine.output_processor.request_states.values():
             if state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs

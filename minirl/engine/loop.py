@@ -94,6 +94,7 @@ class EngineLoop:
         loop: the asyncio loop.
         version: optimizer steps that the engine's weights have seen.
         active_episodes: episodes that are at work and not waiting for a completion.
+        has_endpoint: requests come over HTTP, too; nobody counts who is at work there.
         may_step: False: do not step the engine any more in this run.
         discarded_tokens: tokens that were sampled and thrown away, since `take_discarded`.
         watch: ends the run when the loop stands still.
@@ -127,6 +128,7 @@ class EngineLoop:
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self.active_episodes = 0
+        self.has_endpoint = False
         self._request_numbers = itertools.count()
         self.may_step = True
         self.discarded_tokens = 0
@@ -238,10 +240,12 @@ class EngineLoop:
         task.add_done_callback(lambda _: self._news.set())
         while not task.done():
             self._news.clear()
-            # Let those who got a completion ask for the next one; a request over HTTP takes
-            # several turns of the loop.
+            # Let those who got a completion ask for the next one. It takes several turns of the
+            # loop if a thread or another program answers, and one to see that nobody is at work.
             for _ in range(8):
                 await asyncio.sleep(0)
+                if not (self.active_episodes or self.has_endpoint):
+                    break
             # What is repeatable waits for all episodes that are at work.
             may_step = self.may_step and not (self.repeatable and self.active_episodes)
             if may_step and (self._waiting or self._running):

@@ -1,52 +1,54 @@
 """Engine steps that only decode, at little cost for the host.
 
-In each step vLLM's scheduler looks at everything that a request may need, and makes objects for
-every token: with 128 sequences that takes the host longer than the GPU needs for a small model. In
-most steps of a rollout every running request samples one token, and nothing else happens. Then the
-scheduler here takes a short way, and keeps the tokens until the request has finished. Whatever else
-there is to do goes vLLM's own way, by steps in `schedule` and by requests in `update_from_output`.
+In each step vLLM's scheduler looks at everything that a request may need, and its output processor
+gets an object for every token: with 128 sequences that takes the host longer than the GPU needs for
+a small model. In most steps of a rollout every running request samples one token, and nothing else
+happens. Then the scheduler here takes a short way, and writes the token itself where the output
+processor would. Whatever else there is to do goes vLLM's own way: steps in `schedule`, requests in
+`update_from_output`.
 
-It reads and writes the state that vLLM's scheduler keeps, as versions 0.26 and 0.32 do
+It reads and writes the state that vLLM keeps, as versions 0.26 and 0.32 do
 (`compat.check_version`). This file is imported when an engine starts, by its name.
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-import numpy as np
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 
 @dataclass(slots=True)
 class Decode:
-    """A running request whose prompt is computed, and what it has sampled on the short way."""
+    """A running request whose prompt is computed, and which only samples from now on."""
 
     request: Request
     stops: frozenset[int]  # Tokens that may end it.
     limit: int  # Tokens of prompt and completion with which it ends at the latest.
-    # Sampled since vLLM's output processor got the last output, and their log-probs.
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    # The output processor's lists of what it has sampled.
+    tokens: list[int]
+    logprobs: FlatLogprobs
 
-    def take(self) -> EngineCoreOutput:
-        """Return the sampled tokens as an output of vLLM's, and forget them."""
-        tokens, logprobs = self.tokens, self.logprobs
-        self.tokens, self.logprobs = [], []
-        columns = LogprobsLists(
-            np.array(tokens)[:, None],
-            np.array(logprobs, np.float32)[:, None],
-            np.zeros(len(tokens), np.int64),  # Ranks, which nobody reads.
-        )
-        return EngineCoreOutput(self.request.request_id, tokens, new_logprobs=columns)
+    def append(self, token: int, logprob: float) -> None:
+        """Note a token that does not end the request."""
+        self.request.append_output_token_ids(token)
+        self.tokens.append(token)
+        columns = self.logprobs
+        columns.start_indices.append(len(columns.logprobs))
+        columns.token_ids.append(token)
+        columns.logprobs.append(logprob)
+        columns.ranks.append(None)
+        columns.decoded_tokens.append(None)
+        columns.end_indices.append(len(columns.logprobs))
 
 
 class DecodeScheduler(Scheduler):
@@ -55,6 +57,8 @@ class DecodeScheduler(Scheduler):
     Attributes:
         num_ahead: tokens of a request that a step leaves to be sampled when it has been scheduled:
             0 here, since vLLM counts only those of steps that are scheduled ahead.
+        states: the output processor's requests by vLLM's request id. Before it is set, everything
+            goes vLLM's own way.
     """
 
     num_ahead = 0
@@ -67,12 +71,7 @@ class DecodeScheduler(Scheduler):
         # A request may get a block, or fill one, only at multiples of it.
         self._block_size = gcd(*(group.kv_cache_spec.block_size for group in groups))
         self._decodes: dict[str, Decode] = {}  # By vLLM's request id.
-        # Tokens of requests that have left `_decodes`, or are about to.
-        self._taken: list[EngineCoreOutput] = []
-
-    def take_sampled(self) -> list[EngineCoreOutput]:
-        """Return what vLLM's output processor has not got of unfinished requests."""
-        return [decode.take() for decode in self._decodes.values() if decode.tokens]
+        self.states: dict[str, Any] = {}
 
     # ----------------------------------------------------------------------------------------------
     # before a step
@@ -152,9 +151,7 @@ class DecodeScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **options: Any) -> None:
         """Let a request that loses its blocks go vLLM's way until it samples again."""
-        decode = self._decodes.pop(request.request_id, None)
-        if decode and decode.tokens:
-            self._taken.append(decode.take())
+        self._decodes.pop(request.request_id, None)
         super()._preempt_request(request, *args, **options)
 
     # ----------------------------------------------------------------------------------------------
@@ -170,11 +167,7 @@ class DecodeScheduler(Scheduler):
         for output in outputs[0].outputs if outputs else ():
             request = self.requests.get(output.request_id)
             if request and self._decodes_only(request):
-                self._decodes.setdefault(output.request_id, self._decode_of(request))
-        if self._taken:
-            client = outputs.setdefault(0, EngineCoreOutputs())
-            client.outputs = self._taken + client.outputs
-            self._taken = []
+                self._decodes[output.request_id] = self._decode_of(request)
         return outputs
 
     def _record(
@@ -202,13 +195,9 @@ class DecodeScheduler(Scheduler):
             (token,) = sampled[row]
             request = decode.request
             if token in decode.stops or request.num_tokens + 1 >= decode.limit:
-                if decode.tokens:
-                    self._taken.append(decode.take())
                 rest[request_id] = num_tokens
                 continue
-            decode.tokens.append(token)
-            decode.logprobs.append(logprobs[row])
-            request.append_output_token_ids(token)
+            decode.append(token, logprobs[row])
             request.num_in_flight_tokens -= num_tokens
             if self.num_ahead:
                 request.num_output_placeholders -= 1
@@ -224,9 +213,11 @@ class DecodeScheduler(Scheduler):
             request.status == RequestStatus.RUNNING
             and params.output_kind == RequestOutputKind.FINAL_ONLY
             and params.num_logprobs == 0
-            and not params.stop
+            and params.flat_logprobs
+            and not params.detokenize  # There are no strings that stop it either.
             and not request.use_structured_output
             and not self.encoder_cache_manager.get_cached_input_ids(request)
+            and request.request_id in self.states
             and not self.has_mamba_layers  # Their states move between blocks in any step.
         )
 
@@ -234,7 +225,9 @@ class DecodeScheduler(Scheduler):
         params = request.sampling_params
         stops = frozenset([*(params.stop_token_ids or ()), params.eos_token_id])
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return Decode(request, stops, limit)
+        state = self.states[request.request_id]
+        tokens = state.detokenizer.token_ids
+        return Decode(request, stops, limit, tokens, state.logprobs_processor.logprobs)
 
     def _free_blocks(self, request: Request) -> None:
         """Forget a request that has ended, or was aborted."""
