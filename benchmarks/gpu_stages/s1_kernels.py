@@ -262,12 +262,19 @@ def compare_ways_of_the_head(head: Head) -> None:
     near("gradient of hidden states by both", found[2], wanted[2], LIMIT)
     near("gradient of the head by both", found[3], wanted[3], LIMIT)
     del found, wanted
-    for name, function in (("kernels", logprob._OnePass), ("formulas", logprob._LogprobEntropy)):
+    before = dict(logprob.CHUNK_BYTES)
+    for name, function, chunk_bytes in (
+        ("kernels", logprob._OnePass, before["cuda"]),
+        ("kernels in chunks twice as large", logprob._OnePass, 2 * before["cuda"]),
+        ("formulas", logprob._LogprobEntropy, before["cuda"]),
+    ):
+        logprob.CHUNK_BYTES["cuda"] = chunk_bytes
         alone = 1e3 * lib.seconds(functools.partial(forward, function), 3)
         total = 1e3 * lib.seconds(functools.partial(both, function), 3)
         label = f"head of {head.rows} x {head.vocabulary} x {head.width} by {name}"
         value(f"{label}: forward", alone, "ms")
         value(f"{label}: backward", total - alone, "ms")
+    logprob.CHUNK_BYTES.update(before)
 
 
 # --------------------------------------------------------------------------------------------------
