@@ -1,6 +1,6 @@
-"""What liger-kernel's functions do, on tensors that have no values.
+"""What the functions of `fused.liger` do, on tensors that have no values.
 
-They allocate what liger's do, and keep the same for backward, so that a plan needs no package.
+They allocate what those do, and keep the same for backward, so that a plan needs no package.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import fused
+from minirl.model import fused, selective
 
 KERNEL = "dryrun::liger_kernel"
 
@@ -78,10 +78,11 @@ class _Gated(torch.autograd.Function):
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = query.clone(), key.clone()
-        _launch([q, k, cos, sin], [q, k])
+        if selective.is_on():  # as `fused.liger` does
+            query, key = query.clone(), key.clone()
+        _launch([query, key, cos, sin], [query, key])
         ctx.save_for_backward(cos, sin)
-        return q, k
+        return query.view_as(query), key.view_as(key)
 
     @staticmethod
     def backward(ctx, grad_q: Tensor, grad_k: Tensor) -> tuple:
