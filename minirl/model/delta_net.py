@@ -60,15 +60,18 @@ def forward(module: Any, hidden_states: Tensor, *, pack: LayerBatch, **kwargs: o
 
     mixed, gate, b, a = _project(module, hidden_states)
     heads = _Heads(module, pack.batch.context)
-    rows = heads.gather(torch.cat([mixed, b, a], dim=-1), recurrence)
+    rows = torch.cat([mixed, b, a], dim=-1)
+    rows = heads.gather(rows, recurrence)
     key_dim, value_dim, num_heads = heads.sizes
-    mixed, b, a = rows.split([2 * key_dim + value_dim, num_heads, num_heads], dim=-1)
+    widths = [2 * key_dim + value_dim, num_heads, num_heads]
+    mixed, b, a = rows.split(widths, dim=-1)
     q, k, v = in_heads(module, module.conv1d(mixed, recurrence, heads))
     log_decay = decay_formula(a, heads.local(module.A_log), heads.local(module.dt_bias))
     out = delta_rule(q, k, v, log_decay, b.sigmoid(), recurrence)
 
-    out = heads.scatter(out.flatten(1), recurrence).view(-1, module.head_v_dim)
-    out = module.norm(out, gate.reshape(-1, module.head_v_dim))
+    out = heads.scatter(out.flatten(1), recurrence)
+    head_dim = module.head_v_dim
+    out = module.norm(out.view(-1, head_dim), gate.reshape(-1, head_dim))
     return module.out_proj(out.view(*hidden_states.shape[:2], -1))
 
 
@@ -110,7 +113,8 @@ class _Heads:
         if self.context is None or recurrence.back is None:
             return x
         rows = with_zeros(x).index_select(0, recurrence.back)
-        by_heads = AllToAll.apply(rows.unflatten(0, (self.size, -1)), self.context.group)
+        by_rank = rows.unflatten(0, (self.size, -1))
+        by_heads = AllToAll.apply(by_rank, self.context.group)
         return by_heads.transpose(0, 1).flatten(1)
 
 
@@ -249,13 +253,16 @@ def in_heads(module: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module: the layer, the library's or vLLM's.
         mixed: the three side by side [T, C], of all heads or of some.
     """
-    value_dim = mixed.shape[-1] * module.value_dim // (2 * module.key_dim + module.value_dim)
-    key_dim = (mixed.shape[-1] - value_dim) // 2
+    width = mixed.shape[-1]
+    whole_width = 2 * module.key_dim + module.value_dim
+    value_dim = width * module.value_dim // whole_width
+    key_dim = (width - value_dim) // 2
     q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
     repeats = module.num_v_heads // module.num_k_heads
-    q = q.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
-    k = k.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
-    return q, k, v.unflatten(-1, (-1, module.head_v_dim))
+    q = q.unflatten(-1, (-1, module.head_k_dim))
+    k = k.unflatten(-1, (-1, module.head_k_dim))
+    v = v.unflatten(-1, (-1, module.head_v_dim))
+    return q.repeat_interleave(repeats, dim=1), k.repeat_interleave(repeats, dim=1), v
 
 
 def decay_formula(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:  # noqa: N803
@@ -281,7 +288,8 @@ def convolution_formula(rows: Tensor, weight: Tensor) -> Tensor:
     wide_rows = wide(rows)
     out = torch.zeros_like(wide_rows[:num_out])
     for i in range(width):
-        out = out + wide_rows[i : i + num_out] * weight[:, i]
+        earlier = wide_rows[i : i + num_out]
+        out = out + earlier * weight[:, i]
     return F.silu(out.to(rows.dtype))
 
 
@@ -312,19 +320,21 @@ def delta_rule_formula(
     chunks = span.chunks
     solved = _solve(q, k, v, log_decay, rate, chunks.rows)
     if initial is None:
-        initial = solved.values.new_zeros(len(chunks.order), *k.shape[1:], v.shape[-1])
+        _, num_heads, key_dim = k.shape
+        size = (len(chunks.order), num_heads, key_dim, v.shape[-1])
+        initial = solved.values.new_zeros(size)
     state = initial.index_select(0, chunks.order)
     outputs = []
     ended = []  # States after the sequences that end with a step.
     first = 0
     for count in chunks.counts:
-        step = slice(first, first + count)
+        here = _Solved._make(x[first : first + count] for x in solved)
         first += count
         ended.append(state[count:])
         state = state[:count]
-        corrections = solved.values[step] - solved.of_state[step] @ state
-        outputs.append(solved.queries[step] @ state + solved.scores[step] @ corrections)
-        state = solved.kept[step] * state + solved.keys[step].mT @ corrections
+        corrections = here.values - here.of_state @ state
+        outputs.append(here.queries @ state + here.scores @ corrections)
+        state = here.kept * state + here.keys.mT @ corrections
     ended.append(state)
 
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
@@ -348,12 +358,15 @@ def delta_step(
     Returns:
         The output [S, H, Dv], and the states after the rows, in float32 at least.
     """
-    queries = _normed(q) * q.shape[-1] ** -0.5
+    queries = _scaled(q)[..., None, :]
     keys = _normed(k)[..., None]
-    states = wide(log_decay).exp()[..., None, None] * wide(states)
-    corrections = wide(rate)[..., None, None] * (wide(v)[..., None, :] - keys.mT @ states)
-    states = states + keys @ corrections
-    out = queries[..., None, :] @ states
+    values = wide(v)[..., None, :]
+    rates = wide(rate)[..., None, None]
+    decay = wide(log_decay).exp()[..., None, None]
+    states = decay * wide(states)
+    expected = keys.mT @ states
+    states = states + keys @ (rates * (values - expected))
+    out = queries @ states
     return out.squeeze(-2).to(q.dtype), states
 
 
@@ -385,7 +398,7 @@ def _solve(
         chunks = with_zeros(wide(x)).index_select(0, rows.flatten())
         return chunks.unflatten(0, rows.shape).transpose(1, 2)
 
-    queries = cut(_normed(q)) * q.shape[-1] ** -0.5
+    queries = cut(_scaled(q))
     keys = cut(_normed(k))
     rates = cut(rate[..., None])
     decay = cut(log_decay[..., None]).cumsum(2)  # From the chunk's start, as a logarithm.
@@ -399,7 +412,8 @@ def _solve(
     system = (rates * keys) @ keys.mT * between  # Below its diagonal, which counts as ones.
     given = rates * torch.cat([cut(v), since_start * keys], dim=-1)
     solution = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
-    values, of_state = solution.split([v.shape[-1], k.shape[-1]], dim=-1)
+    value_dim, key_dim = v.shape[-1], k.shape[-1]
+    values, of_state = solution.split([value_dim, key_dim], dim=-1)
     return _Solved(
         values=values,
         of_state=of_state,
@@ -410,9 +424,16 @@ def _solve(
     )
 
 
+def _scaled(q: Tensor) -> Tensor:
+    """Return queries of norm 1 / sqrt(Dk), [..., Dk]."""
+    return _normed(q) * q.shape[-1] ** -0.5
+
+
 def _normed(x: Tensor) -> Tensor:
+    """Return vectors of norm 1, [..., D]."""
     x = wide(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+    squares = x.square().sum(-1, keepdim=True)
+    return x * torch.rsqrt(squares + EPSILON)
 
 
 def wide(x: Tensor) -> Tensor:

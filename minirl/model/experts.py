@@ -120,7 +120,8 @@ def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply
         # fixed order.
         biases = module._parameters[f"{name}_bias"]
         rows = torch.arange(len(x), device=ends.device)[:, None]
-        is_of_expert = (rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        is_of_expert = (rows >= ends - sizes) & (rows < ends)
         y = y + is_of_expert.to(biases.dtype) @ biases
     return y
 
@@ -150,7 +151,8 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     The kernel leaves rows of no expert unwritten, forward and backward; here they are 0.
     """
-    no_expert = torch.arange(len(x), device=x.device)[:, None] >= ends[-1]
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    no_expert = rows >= ends[-1]
     x = x.masked_fill(no_expert, 0)
     y = F.grouped_mm(x, weight.mT, offs=ends.int())
     return y.masked_fill(no_expert, 0)
@@ -277,11 +279,12 @@ def divide_experts(module: Any, mesh: Mesh) -> Forward:
         # Tensor-parallel ranks see the same tokens, and each sends its share of them.
         number, num_shares = mesh.tensor.get_local_rank(), mesh.tensor.size()
         first = len(hidden) * number // num_shares
-        share = slice(first, len(hidden) * (number + 1) // num_shares)
+        last = len(hidden) * (number + 1) // num_shares
+        share = slice(first, last)
         rows = SortedRows(indices[share], num_experts)
         results = _visit(compute, rows.gather(hidden[share]), rows.ends, axis.get_group())
         out = rows.combine(results, weights[share]).to(hidden.dtype)
-        return F.pad(out, (0, 0, share.start, len(hidden) - share.stop))
+        return F.pad(out, (0, 0, first, len(hidden) - last))
 
     return forward
 
@@ -310,7 +313,8 @@ def _visit(compute: Forward, rows: Tensor, ends: Tensor, group: dist.ProcessGrou
     counts = ends.diff(prepend=ends.new_zeros(1))
     arriving = torch.empty_like(counts)  # For [rank, expert of this one].
     dist.all_to_all_single(arriving, counts, group=group)
-    by_rank = torch.stack([counts, arriving]).view(2, group.size(), -1).sum(2)
+    both = torch.stack([counts, arriving])
+    by_rank = both.view(2, group.size(), -1).sum(2)
     sent, received = _to_host(by_rank, len(rows))
 
     rows = _Exchange.apply(rows, sent, received, group)
