@@ -103,6 +103,8 @@ class Trainer(BaseTrainer):
         self.critic: Policy | None = None
         self.num_extra_prompts = 0  # Prompts that dynamic sampling took in this step.
         self.num_discarded_tokens = 0  # Tokens that this step sampled and threw away.
+        # Steps of the engine in this step's rollout, and seconds in which they waited on CUDA.
+        self.engine_counts = (0.0, 0.0)
         self.mismatch = MismatchWatch(cfg)
         self.health = Health(cfg.debug)
         self.dump: Dump | None = None
@@ -179,9 +181,11 @@ class Trainer(BaseTrainer):
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
+                generation.engine.take_counts()  # Those of an evaluation.
                 rollout = generation.sampler.collect_step(
                     first_ticket, generation.sampling, version=self.policy.num_updates
                 )
+                self.engine_counts = generation.engine.take_counts()
         if rollout is None:
             return None
         self.num_extra_prompts = rollout.next_ticket - first_ticket - cfg.rollout.prompts_per_step
@@ -340,6 +344,9 @@ class Trainer(BaseTrainer):
             row["kv_cache_tokens"] = self.generation.engine.kv_cache_tokens
             row["rollout/discarded_tokens"] = self.num_discarded_tokens
             self.progress.add({}, discarded=self.num_discarded_tokens)
+            if self.generation.engine.on_cuda:
+                num_steps, waiting = self.mesh.maxima(torch.tensor(self.engine_counts)).tolist()
+                row |= {"rollout/steps": num_steps, "rollout/waiting": waiting}
 
         work = count_work(minibatches * self.algo.num_epochs, self.mesh)
         num_sampled = sum(int(t.sampled.sum()) for t in trajectories)

@@ -526,11 +526,15 @@ def life_of_an_engine(mesh, a, b, ahead):
     engine = RolloutEngine(EngineConfig(**ENGINE), a, mesh, dtype="float32")
     core = engine.llm.llm_engine.engine_core.engine_core
     assert core.async_scheduling == (core.batch_queue is not None) == ahead
+    if ahead:  # On CPU an engine does not do so by itself.
+        patches.time_waiting(core.model_executor, engine._note_waiting)
     refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True)
     results = {"precision": torch.backends.cuda.matmul.fp32_precision}
     assert torch.set_float32_matmul_precision.__module__ == "torch"
     with engine.awake(refit, policy.sleeper):
         results["first"] = generate(engine, "first")
+        results["counts"] = engine.take_counts()
+        assert engine.take_counts() == (0, 0)
 
     # Requests are dropped with answers running, and a step scheduled ahead. `awake` raises if keys
     # of the old weights are left.
@@ -592,6 +596,13 @@ def test_an_engine_is_none_the_worse_for_aborts_and_sleep(lives, ahead):
         assert len(tokens) == len(logprobs) >= 3
         num = min(len(tokens), 8 + 4 * i)
         assert tokens[:num] == life["first"][i][0][:num]
+
+
+def test_steps_are_counted_and_their_waiting_timed(lives):
+    longest = 8 + 4 * 5
+    assert lives[False]["counts"] == (longest, 0)
+    num_steps, waiting = lives[True]["counts"]
+    assert num_steps == longest + 1 and waiting > 0
 
 
 def test_an_engine_leaves_the_precision_of_float32_alone(lives):

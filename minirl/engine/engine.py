@@ -154,6 +154,10 @@ class RolloutEngine:
             self.routes = SlotRoutes(self.llm, self.model)
         core = self.llm.llm_engine.engine_core.engine_core
         core.scheduler.states = self.llm.llm_engine.output_processor.request_states
+        self._num_steps = 0
+        self._waiting_seconds = 0.0
+        if self.on_cuda:
+            patches.time_waiting(core.model_executor, self._note_waiting)
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -461,6 +465,7 @@ class RolloutEngine:
         """
         if not self.llm.llm_engine.has_unfinished_requests():
             return []
+        self._num_steps += 1
         with self.uncompiled():
             sampled = self.llm.llm_engine.step()
         outputs = []
@@ -472,6 +477,15 @@ class RolloutEngine:
                 new = new._replace(routes=self.routes.of_finished(output))
             outputs.append(new)
         return outputs
+
+    def _note_waiting(self, seconds: float) -> None:
+        self._waiting_seconds += seconds
+
+    def take_counts(self) -> tuple[float, float]:
+        """Return the steps since the last call, and on CUDA how many seconds they waited for it."""
+        counts = float(self._num_steps), self._waiting_seconds
+        self._num_steps, self._waiting_seconds = 0, 0.0
+        return counts
 
     def unfinished(self) -> Iterator[EngineOutput]:
         """Yield what has been sampled for requests that are neither finished nor streamed."""

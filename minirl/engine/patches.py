@@ -6,7 +6,9 @@ its environment.
 
 import contextlib
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,37 @@ def remove_sockets() -> None:
     for address in addresses:
         if isinstance(address, str) and address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class TimedFuture:
+    """What vLLM's loop asks of the future of a step's tokens; the answer is timed."""
+
+    def __init__(self, future: Future, note: Callable[[float], None]):
+        self._future = future
+        self._note = note
+
+    def result(self) -> Any:
+        """Wait for the tokens, and return them."""
+        begin = time.perf_counter()
+        tokens = self._future.result()
+        self._note(time.perf_counter() - begin)
+        return tokens
+
+
+def time_waiting(executor: Any, note: Callable[[float], None]) -> None:
+    """Time how long each step that was scheduled ahead waits for the device.
+
+    Args:
+        executor: vLLM's, in this process.
+        note: is called with the seconds of a step.
+    """
+    sample = executor.sample_tokens
+
+    def sample_tokens(grammar_output: Any, non_block: bool = False) -> Any:
+        future = sample(grammar_output, non_block=non_block)
+        return TimedFuture(future, note) if non_block else future
+
+    executor.sample_tokens = sample_tokens
 
 
 # Copies that vLLM makes of weights of multi-head latent attention (arXiv 2405.04434).
