@@ -5,7 +5,9 @@ the arguments' types, and their mask: with more keys than queries it lies at the
 """
 
 import dataclasses
+import functools
 import importlib.machinery
+import importlib.metadata
 import itertools
 import sys
 import types
@@ -442,6 +444,13 @@ def flash3_operators():
     library._destroy()
 
 
+def version_in(packages, name):
+    """The version of a package, if it is among these."""
+    if name not in packages:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return "4.0.0"
+
+
 @pytest.fixture
 def install(monkeypatch):
     """install(modules): as if they were installed; install({}): as if no flash-attn were."""
@@ -451,6 +460,8 @@ def install(monkeypatch):
             monkeypatch.delitem(sys.modules, name, raising=False)
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
+        packages = ["flash-attn-4"] if "flash_attn.cute" in modules else []
+        monkeypatch.setattr(importlib.metadata, "version", functools.partial(version_in, packages))
         flash.flash2.cache_clear()
         flash.flash3.cache_clear()
         flash.flash4.cache_clear()

@@ -13,6 +13,7 @@ All add up the gradients of queries in any order, but in a fixed one under
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -60,9 +61,9 @@ def flash3() -> Any:
 @functools.cache
 def flash4() -> Any:
     """Return FlashAttention-4's functions, None without the package."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    if importlib.util.find_spec("flash_attn.cute") is None:
+    try:  # By the name of the package: flash-attn 2.8 has a first draft in the same folder.
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
         return None
     return importlib.import_module("flash_attn.cute.interface")
 
