@@ -135,6 +135,41 @@ def time_attention(heads: Heads, load: Load, repeated_per_row: int) -> None:
         value(f"{name}: {which}", 1e3 * seconds, f"ms, {operations / seconds / 1e12:.1f} TFLOP/s")
 
 
+def time_flash_forward(heads: Heads, load: Load) -> None:
+    """Report the times of torch's FlashAttention-2 and of the engine's FlashAttention-3, alone."""
+    batch = gpu_bench.make_batch(load, DEVICE)
+    block = batch.attention.blocks[0]
+    num_queries, num_keys = int(block.cu_queries[-1]), int(block.cu_keys[-1])
+    q = random(num_queries, heads.queries, heads.width).detach()
+    k = random(num_keys, heads.keys, heads.width).detach()
+    flops = 4.0 * gpu_bench.count_pairs(batch) * heads.queries * heads.width
+    vllms = importlib.import_module("vllm.vllm_flash_attn")
+
+    def of_torch() -> Tensor:
+        sums = block.cu_queries, block.cu_keys, *block.longest
+        return torch.ops.aten._flash_attention_forward(q, k, k, *sums, 0.0, True, False)[0]
+
+    def of_vllm() -> Tensor:
+        return vllms.flash_attn_varlen_func(
+            *(q, k, k),
+            max_seqlen_q=block.longest[0],
+            cu_seqlens_q=block.cu_queries,
+            max_seqlen_k=block.longest[1],
+            cu_seqlens_k=block.cu_keys,
+            causal=True,
+            fa_version=3,
+        )
+
+    calls = {"torch's FlashAttention-2": of_torch}
+    if vllms.is_fa_version_supported(3):
+        calls["vLLM's FlashAttention-3"] = of_vllm
+        near("vLLM's FlashAttention-3 is torch's FlashAttention-2", of_vllm(), of_torch(), LIMIT)
+    for name, call in calls.items():
+        seconds = lib.seconds(call)
+        rate = f"ms, {flops / seconds / 1e12:.1f} TFLOP/s"
+        value(f"{load.sequence} tokens: forward of {name}", 1e3 * seconds, rate)
+
+
 def grads_of(out: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of leaves, as often as one likes."""
     return torch.autograd.grad(out, leaves, grad, retain_graph=True)
@@ -427,6 +462,9 @@ def main() -> None:
         for repeated_per_row in (0, 8):
             with part("times of attention"):
                 time_attention(heads, load, repeated_per_row)
+        if ON_GPU and not SMALL:
+            with part("forward of FlashAttention"):
+                time_flash_forward(heads, load)
     with part("attention of one sequence"):
         check_attention_of_torch(heads)
     with part("log-probs and entropies"):
