@@ -74,7 +74,8 @@ def save(mesh, folder, run, sequence, background):
     saver.save(2, {"note": 7})
     assert (newest_checkpoint(run) is None) == background
     state, num_updates = whole(state_dict_of(policy)), policy.num_updates
-    exporting.export(policy, run / "exported", max_file_gb=1e-4)
+    exporting.MAX_FILE_BYTES = 100_000
+    exporting.export(policy, run / "exported")
     loss = update(policy, mesh)  # overwrites what is being written
     if background:
         for t in [*policy.shards().values(), *policy.optimizer.tensors()]:

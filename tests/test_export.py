@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import families
 from minirl.train.policy import Policy
 
-SMALL_FILE_GB = 1e-4
+SMALL_FILE_BYTES = 100_000
 
 
-def export_plainly(policy, folder, max_file_gb):
+def export_plainly(policy, folder, max_bytes):
     """The obvious twin: gather every weight on every rank, and write all files on rank 0."""
     dtype = getattr(torch, policy.cfg.dtype)
     whole = {}
@@ -37,7 +38,7 @@ def export_plainly(policy, folder, max_file_gb):
     if policy.mesh.rank > 0:
         return
     sizes = {name: t.to(dtype) for name, t in whole.items()}
-    split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_bytes)
     folder.mkdir()
     weight_map = {}
     for file, names in split.filename_to_tensors.items():
@@ -52,7 +53,7 @@ def export_plainly(policy, folder, max_file_gb):
         index = {"metadata": split.metadata, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     shapes = {name: t.shape for name, t in whole.items()}
-    write_companions(plan_folder(policy.folder, shapes, dtype, 1, 1e9), folder)
+    write_companions(plan_folder(policy.folder, shapes, dtype, 1), folder)
 
 
 def count_received(mesh):
@@ -70,14 +71,15 @@ def count_received(mesh):
 
 def export_in_the_background(mesh, folder, run, dtype):
     policy = Policy(PolicyConfig(dtype=dtype), folder, mesh)
-    export_plainly(policy, run / "plain", SMALL_FILE_GB)
-    export_plainly(policy, run / "plain whole", 4.0)
+    export_plainly(policy, run / "plain", SMALL_FILE_BYTES)
+    export_plainly(policy, run / "plain whole", exporting.MAX_FILE_BYTES)
     exporter = Exporter(mesh)
     begin, write = threading.Event(), exporting.write_files_of_rank
     exporting.write_files_of_rank = lambda *args: begin.wait() and write(*args)
     received = count_received(mesh)
 
-    exporter.start(policy, run / "exported", max_file_gb=SMALL_FILE_GB)
+    with mock.patch.object(exporting, "MAX_FILE_BYTES", SMALL_FILE_BYTES):
+        exporter.start(policy, run / "exported")
     for t in policy.shards().values():
         t.data.fill_(torch.nan)  # as later steps would
     assert not (run / "exported").exists()
@@ -151,14 +153,15 @@ def test_exports_one_after_the_other(tmp_path):
 
 def export_without_room(mesh, folder, output):
     """The disk of rank 1 is full after 20 kB."""
+    exporting.MAX_FILE_BYTES = SMALL_FILE_BYTES
     policy = Policy(PolicyConfig(), folder, mesh)
-    exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporting.export(policy, output)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mesh.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
     exporter = Exporter(mesh)
-    exporter.start(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporter.start(policy, output)
     mesh.barrier()  # training goes on
     try:
         exporter.wait()
@@ -181,6 +184,7 @@ def test_without_room_every_rank_says_so_once_and_the_old_folder_stays(tmp_path)
 
 def export_with_a_bug(mesh, folder, output):
     """The thread of rank 1 fails as no disk does."""
+    exporting.MAX_FILE_BYTES = SMALL_FILE_BYTES
     if mesh.rank == 1:
 
         def divide(*args, **_):
@@ -189,7 +193,7 @@ def export_with_a_bug(mesh, folder, output):
         exporting.save_file = divide
     try:
         policy = Policy(PolicyConfig(), folder, mesh)
-        exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
+        exporting.export(policy, output)
     except UserError as error:
         return str(error)
     return ""
@@ -206,8 +210,9 @@ def test_a_bug_in_the_thread_of_one_rank_is_one_error_on_all_with_its_traceback(
 
 def export_until_killed(mesh, folder, output, when):
     """Export twice; in the second time all ranks are killed."""
+    exporting.MAX_FILE_BYTES = SMALL_FILE_BYTES
     policy = Policy(PolicyConfig(), folder, mesh)
-    exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporting.export(policy, output)
     for t in policy.shards().values():
         t.data.zero_()
 
@@ -223,7 +228,7 @@ def export_until_killed(mesh, folder, output, when):
         exporting.save_file = die_half_way
     else:
         shutil.rmtree = die
-    exporting.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    exporting.export(policy, output)
     mesh.barrier()
 
 

@@ -244,7 +244,8 @@ def every_family(mesh, root, sequence, families, checkpointing=None):
                 policy = Policy(
                     PolicyConfig(dtype="float32"), root / family, mesh, sequence_parallel=True
                 )
-                exporting.export(policy, root / f"{family} exported", max_file_gb=1e-4)
+                exporting.MAX_FILE_BYTES = 100_000
+                exporting.export(policy, root / f"{family} exported")
         except Exception:  # this family's test reports it; the others go on
             out[family] = traceback.format_exc()
     return out

@@ -37,6 +37,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, ShardedTensor, collect, regions_of_ranks
 from minirl.train.policy import Policy
 
+MAX_FILE_BYTES = 4 * 2**30  # Of a safetensors file.
 # By names of the model's tensors: these tensors, whole and in host memory.
 Reader = Callable[[list[str]], dict[str, Tensor]]
 
@@ -65,7 +66,6 @@ def plan_folder(
     shapes: dict[str, torch.Size],
     dtype: torch.dtype,
     world_size: int,
-    max_file_gb: float = 4.0,
 ) -> FolderPlan:
     """Return what is written where. Every rank finds the same.
 
@@ -74,7 +74,6 @@ def plan_folder(
         shapes: the shapes of the model's tensors, by name.
         dtype: the dtype of the files' weights.
         world_size: number of ranks, which share the files evenly by bytes.
-        max_file_gb: size of a safetensors file, in GiB.
     """
     config = build.read_config(source)
     slices = {}
@@ -82,7 +81,7 @@ def plan_folder(
     for name, shape in shapes.items():
         slices[name] = families.checkpoint_slices(config, name, shape)
         sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
-    split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=MAX_FILE_BYTES)
 
     bytes_of_file = {}
     for file, names in split.filename_to_tensors.items():
@@ -168,19 +167,13 @@ def write_companions(plan: FolderPlan, folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-def export(
-    policy: Policy,
-    folder: Path,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    max_file_gb: float = 4.0,
-) -> None:
+def export(policy: Policy, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write a Hugging Face folder that `transformers` and vLLM load. Collective.
 
     Args and errors are those of `Exporter.start`.
     """
     exporter = Exporter(policy.mesh)
-    exporter.start(policy, folder, weights=weights, max_file_gb=max_file_gb)
+    exporter.start(policy, folder, weights=weights)
     exporter.wait()
 
 
@@ -203,7 +196,6 @@ class Exporter:
         folder: Path,
         *,
         weights: Mapping[str, Tensor] | None = None,
-        max_file_gb: float = 4.0,
     ) -> None:
         """Copy a model to its writers and begin to write it, after any export under way.
 
@@ -213,13 +205,12 @@ class Exporter:
             policy: the model; weights are written in the dtype of its forward.
             folder: replaced if it exists.
             weights: weights in place of the policy's, by the same names.
-            max_file_gb: size of a safetensors file, in GiB.
 
         Raises:
             UserError: this or the last folder could not be written.
         """
         self.wait()
-        plan, read = copy_model(policy, weights=weights, max_file_gb=max_file_gb)
+        plan, read = copy_model(policy, weights=weights)
         rank = self.mesh.rank
         self.write(folder, lambda partial: write_files_of_rank(plan, partial, rank, read))
 
@@ -306,7 +297,7 @@ def publish_adapter(
 
 
 def copy_model(
-    policy: Policy, *, weights: Mapping[str, Tensor] | None = None, max_file_gb: float = 4.0
+    policy: Policy, *, weights: Mapping[str, Tensor] | None = None
 ) -> tuple[FolderPlan, Reader]:
     """Copy to host memory what each rank will write of a model's folder. Collective.
 
@@ -320,7 +311,7 @@ def copy_model(
     shards = policy.shards()
     shapes = {name: t.shape for name, t in shards.items()}
     dtype = getattr(torch, policy.cfg.dtype)
-    plan = plan_folder(policy.folder, shapes, dtype, mesh.world_size, max_file_gb)
+    plan = plan_folder(policy.folder, shapes, dtype, mesh.world_size)
     waiting = collect_files_of_rank(plan, shards, tensors, mesh)
 
     def read(names: list[str]) -> dict[str, Tensor]:
