@@ -19,6 +19,8 @@ pull          96 prompts with 8 samples, 8 at a time on a rank, answers of log-n
 machinery     32 prompts with 8 samples, one answer of 100 tokens, rewards and all: tokens a second
               over those of `LLM.generate` on the same prompts with the same seeds in one batch. By
               CPU time too, which says more on a noisy machine.
+host          16 prompts with 8 samples, one answer of 256 tokens, all at once, without a model:
+              microseconds of CPU for a token, the rest of the rollout included.
 
 --share makes the prompts of each figure fewer. Runs to be compared take turns; figures are medians
 over --repeats. With --check a broken bound is exit code 1.
@@ -31,10 +33,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch.distributed as dist
@@ -65,14 +69,16 @@ Tickets = Literal["pull", "round_robin"]
 TURNS = 4
 NUM_SAMPLES = 8  # of a prompt, in pull and machinery
 NUM_TOKENS = 100  # of an answer, in machinery
+NUM_HOST_TOKENS = 256  # of an answer, in host
 
 
 @dataclass(kw_only=True)
 class Load:
-    figures: tuple[Literal["environments", "pull", "machinery"], ...] = (
+    figures: tuple[Literal["environments", "pull", "machinery", "host"], ...] = (
         "environments",
         "pull",
         "machinery",
+        "host",
     )
     hidden_size: int = 256
     num_layers: int = 4
@@ -370,7 +376,68 @@ def machinery(bench: Bench) -> list[Figure]:
     return figures
 
 
-FIGURES = {"environments": environments, "pull": pull, "machinery": machinery}
+class NoModel:
+    """Answers the steps of an engine at once, with the same token for every request."""
+
+    def __init__(self) -> None:
+        self.scheduled: Any = None  # By the step that is under way.
+
+    def execute_model(self, scheduled: Any, non_block: bool = False) -> Any:
+        """Compute a step; its tokens are asked for by the next call, if there are any."""
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        self.scheduled = scheduled
+        has_tokens = scheduled.total_num_scheduled_tokens > 0
+        return answer(None if has_tokens else EMPTY_MODEL_RUNNER_OUTPUT, non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Return the tokens of the step."""
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        ids = list(self.scheduled.num_scheduled_tokens)
+        tokens = np.full((len(ids), 1), 7)
+        logprobs = np.full((len(ids), 1), -1.5, np.float32)
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
+            sampled_token_ids=tokens.tolist(),
+            logprobs=LogprobsLists(tokens, logprobs, np.ones(len(ids), np.int64)),
+        )
+        return answer(output, non_block)
+
+
+def answer(value: Any, non_block: bool) -> Any:
+    """Return a value as vLLM's executor does: in a future, unless the caller waits."""
+    if not non_block:
+        return value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def host(bench: Bench) -> list[Figure]:
+    """Measure what a token costs the host, without a model."""
+    model = NoModel()
+    executor = bench.engine.llm.llm_engine.model_executor
+    no_more: list[list[int]] = [[] for _ in range(bench.num_prompts(16))]
+    costs = []
+    with (
+        mock.patch.object(executor, "execute_model", model.execute_model),
+        mock.patch.object(executor, "sample_tokens", model.sample_tokens),
+    ):
+        for _ in range(bench.load.repeats + 1):
+            bench.engine.llm.reset_prefix_cache()
+            trajectories, times = bench.collect(
+                SingleTurn, no_more, NUM_SAMPLES, tickets="round_robin", first=NUM_HOST_TOKENS
+            )
+            num_tokens = sum(int(t.sampled.sum()) for t in trajectories)
+            costs.append(1e6 * times.cpu / num_tokens)
+    bench.engine.llm.reset_prefix_cache()
+    text = f"microseconds of CPU a token, {len(trajectories)} sequences at once"
+    return [Figure("host", text, statistics.median(costs[1:]), 6.0)]
+
+
+FIGURES = {"environments": environments, "pull": pull, "machinery": machinery, "host": host}
 
 
 def main(load: Load) -> None:
