@@ -62,7 +62,7 @@ def test_a_copy_of_the_runner_runs_a_stage(tmp_path):
     rows = json.loads((out / "results.json").read_text())["stages"]
     (kernels,) = [row for row in rows if row["status"] == "PASS"]
     checks = [row for row in kernels["results"] if "check" in row]
-    assert len(checks) == 14 and all(row["ok"] for row in checks)
+    assert len(checks) == 17 and all(row["ok"] for row in checks)
     summary = (out / "summary.txt").read_text()
     assert "ok   packed attention equals SDPA" in summary and "\n== kernels\n" in summary
     assert "[kernels] ok   attention dq" in (out / "log.txt").read_text()
