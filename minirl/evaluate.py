@@ -113,15 +113,10 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     assert result, "only training is interrupted"
     if mesh.rank == 0:
         numbers = {"prompts": len(prompts.rows), "dropped": num_dropped, **result["scores"]}
-        _write(cfg, numbers, result["answers"])
+        summary = {"model": cfg.model, "data": cfg.data.eval, **numbers}
+        text = json.dumps(summary | {"answers": result["answers"]}, indent=2)
+        print(text)
+        if cfg.output:
+            Path(cfg.output).write_text(text + "\n")
     sampler.close()
     engine.close()
-
-
-def _write(cfg: EvaluateConfig, numbers: dict[str, float], answers: list[dict]) -> None:
-    """Print the result as JSON, and write it to `cfg.output`, if there is one."""
-    summary = {"model": cfg.model, "data": cfg.data.eval, **numbers, "answers": answers}
-    text = json.dumps(summary, indent=2)
-    print(text)
-    if cfg.output:
-        Path(cfg.output).write_text(text + "\n")

@@ -183,21 +183,22 @@ class Base:
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Return tensors of the merged model, when `trained` has been filled."""
-        return {name: self._merged(name) for name in names}
-
-    def _merged(self, name: str) -> Tensor:
-        if name in self.trained:
-            return self.trained[name]
-        slices = families.checkpoint_slices(self.model.config, name, self.shapes[name])
         buffers = causal.buffers(self.model)
-        dtype = buffers[name].dtype if name in buffers else self.dtype
-        whole = torch.empty(self.shapes[name], dtype=dtype)
-        loading.fill_shard(whole, slices, self.weights)
-        if name in self.adapters.packed:
-            whole = nf4.rounded(whole)
-        if name in self.factors:
-            whole = merge_weight(whole, *self.factors[name], self.adapters.scale)
-        return whole
+        merged = {}
+        for name in names:
+            if name in self.trained:
+                merged[name] = self.trained[name]
+                continue
+            slices = families.checkpoint_slices(self.model.config, name, self.shapes[name])
+            dtype = buffers[name].dtype if name in buffers else self.dtype
+            whole = torch.empty(self.shapes[name], dtype=dtype)
+            loading.fill_shard(whole, slices, self.weights)
+            if name in self.adapters.packed:
+                whole = nf4.rounded(whole)
+            if name in self.factors:
+                whole = merge_weight(whole, *self.factors[name], self.adapters.scale)
+            merged[name] = whole
+        return merged
 
 
 def write_model(plan: FolderPlan, read: Reader, output: Path, mesh: Mesh) -> None:

@@ -209,18 +209,13 @@ def watch(
                     # What exceeds the limit is dropped, so that the program can continue.
                     if len(output) <= limits.output:
                         output += chunk
-                elif key.fileobj is verdict and receive_verdict(verdict):
-                    return "", output, True
+                elif key.fileobj is verdict:
+                    with contextlib.suppress(ConnectionError):
+                        if verdict.recv(len(PASSED)) == PASSED:
+                            return "", output, True
                 if not chunk:
                     selector.unregister(key.fileobj)
     return "", output, False
-
-
-def receive_verdict(verdict: socket.socket) -> bool:
-    """Return whether the tests' process says that they have passed."""
-    with contextlib.suppress(ConnectionError):
-        return verdict.recv(len(PASSED)) == PASSED
-    return False
 
 
 # --------------------------------------------------------------------------------------------------

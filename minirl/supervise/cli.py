@@ -44,7 +44,14 @@ def run(config: type, program: "str | Callable[[Any, Mesh], None]") -> NoReturn:
     except UserError as error:
         mistake = error
         if is_one_machine:
-            _refuse(error)
+            # Every rank has found it. Rank 0 says it and has the exit code; the others leave
+            # without failing, so that torchrun's report shows the message alone.
+            if os.environ.get("RANK", "0") != "0":
+                sys.exit(DONE)
+            message = f"minirl: error: {error}"
+            print(f"\n{message}", file=sys.stderr, flush=True)
+            write_error_file(message)
+            sys.exit(BAD_INPUT)
 
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("minirl: the settings are right; torch and vLLM are imported next", file=sys.stderr)
@@ -54,17 +61,3 @@ def run(config: type, program: "str | Callable[[Any, Mesh], None]") -> NoReturn:
     from minirl.supervise import lifecycle
 
     lifecycle.run(config, cfg, mistake, program)
-
-
-def _refuse(error: UserError) -> NoReturn:
-    """Say a mistake that every rank has found, once, and leave.
-
-    Rank 0 says it and has the exit code; the others leave without failing, so that torchrun's
-    report shows the message alone.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        sys.exit(DONE)
-    message = f"minirl: error: {error}"
-    print(f"\n{message}", file=sys.stderr, flush=True)
-    write_error_file(message)
-    sys.exit(BAD_INPUT)
