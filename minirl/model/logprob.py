@@ -4,6 +4,7 @@ There is never a whole [T, vocabulary] tensor. Here are the formulas; on CUDA th
 `logprob_kernels.py` compute them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,6 +101,34 @@ def _grad_of_logprobs(
     return grad.scatter_(1, targets, at_target.to(dtype))
 
 
+def _gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple:
+    """Return the gradients of what `forward` got, chunk by chunk, the last one first."""
+    hidden, weight = ctx.saved_tensors[:2]
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = None  # Of a frozen head.
+    if ctx.needs_input_grad[1]:
+        # Summed over chunks, so never in bfloat16.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.empty_like(weight, dtype=wide)
+        if not len(hidden):
+            grad_weight.zero_()
+    grad = None
+    for start in reversed(range(0, len(hidden), ctx.chunk)):
+        rows = slice(start, start + ctx.chunk)
+        grad = None  # frees one chunk before the next is computed
+        grad = gradient_of_logits(rows)
+        torch.mm(grad, weight, out=grad_hidden[rows])
+        is_first = rows.stop >= len(hidden)
+        if grad_weight is not None:
+            _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
+    grad = None
+    if ctx.group is not None:
+        dist.all_reduce(grad_hidden, group=ctx.group)
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight, None, None, None, None, None
+
+
 class _LogprobEntropy(torch.autograd.Function):
     """Log-probs and entropies with their gradients.
 
@@ -168,19 +197,11 @@ class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None  # Of a frozen head.
-        if ctx.needs_input_grad[1]:
-            # Summed over chunks, so never in bfloat16.
-            grad_weight = torch.empty_like(weight, dtype=log_sum.dtype)
-            if not len(hidden):
-                grad_weight.zero_()
         by_logprob = grad_logprobs / ctx.temperature
         by_entropy = grad_entropy / ctx.temperature
         by_target = by_logprob.masked_fill(ctx.elsewhere, 0)
-        for start in reversed(range(0, len(hidden), ctx.chunk)):
-            rows = slice(start, start + ctx.chunk)
-            z = p = grad = None  # frees one chunk before the next is computed
+
+        def gradient_of_logits(rows: slice) -> Tensor:
             if ctx.last_chunk is None:
                 z = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)
                 p = torch.sub(z, log_sum[rows, None], out=None if ctx.keeps_logits else z).exp_()
@@ -199,17 +220,9 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad.addcmul_(p * (z - mean[rows, None]), by_entropy[rows, None], value=-1)
             if ctx.softcap is not None:
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
-            grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            is_first = rows.stop >= len(hidden)
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
-        z = p = grad = None
-        if ctx.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.group)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+            return grad.to(hidden.dtype)
+
+        return _gradients(ctx, gradient_of_logits)
 
 
 class _OnePass(torch.autograd.Function):
@@ -259,23 +272,15 @@ class _OnePass(torch.autograd.Function):
         from minirl.model import logprob_kernels
 
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None  # Of a frozen head.
-        if ctx.needs_input_grad[1]:
-            # Summed over chunks, so never in bfloat16.
-            grad_weight = torch.empty_like(weight, dtype=torch.float32)
-            if not len(hidden):
-                grad_weight.zero_()
         by_logprob = grad_logprobs / ctx.temperature
         by_entropy = grad_entropy / ctx.temperature
-        for start in reversed(range(0, len(hidden), ctx.chunk)):
-            rows = slice(start, start + ctx.chunk)
-            grad = None  # frees one chunk before the next is computed
+
+        def gradient_of_logits(rows: slice) -> Tensor:
             logits = ctx.last_chunk
             ctx.last_chunk = None  # a second backward computes all
             if logits is None:
                 logits = _matrix_product(hidden[rows], weight)
-            grad = logprob_kernels.gradient(
+            return logprob_kernels.gradient(
                 logits,
                 targets[rows],
                 log_sum[rows],
@@ -286,14 +291,5 @@ class _OnePass(torch.autograd.Function):
                 ctx.softcap,
                 hidden.dtype,
             )
-            logits = None
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            is_first = rows.stop >= len(hidden)
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
-        grad = None
-        if ctx.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.group)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+
+        return _gradients(ctx, gradient_of_logits)
