@@ -66,7 +66,7 @@ class KTOTrainer(SupervisedTrainer):
         return batches
 
     def _make_batches(self, examples: list[Trajectory]) -> Minibatch:
-        return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, single=True)
+        return make_minibatch(examples, self.policy, self.tokens_per_rank, single=True)
 
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics with the mean reward of each kind of answers, and their distance."""

@@ -25,6 +25,7 @@ from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.checkpoint import finding
 from minirl.config.rl import RLConfig
+from minirl.config.shared import EngineConfig
 from minirl.data.order import Curriculum
 from minirl.data.vision import sampling_stops
 from minirl.endpoint import open_endpoint
@@ -66,13 +67,15 @@ class Trainer(BaseTrainer):
             self.announce(inputs.model_configs())
             self.policy = self.load_model(cfg.policy, inputs.folders["policy"])
             # None: rollout.replay runs without an engine.
-            self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
+            self.generation: Generation | None = None
+            if self.engine:
+                self.generation = Generation(cfg, inputs, self.policy, self.engine)
             if scorer := inputs.folders.get("reward model"):
                 self.reward_model = RewardModel(
                     self.load_model(cfg.policy, scorer, trainable=False, score=True),
                     inputs.stop_ids,
                     inputs.prompts.tokenizer.eos_token_id,
-                    cfg.tokens_per_rank,
+                    self.tokens_per_rank,
                     weight=cfg.reward.model_weight,
                 )
             self.run = TrainingRun(cfg, self.policy, inputs.description)
@@ -260,7 +263,7 @@ class Trainer(BaseTrainer):
         temperature = cfg.rollout.temperature
         minibatches = []
         for minibatch in exchange(
-            trajectories, self.mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step
+            trajectories, self.mesh, self.tokens_per_rank, cfg.algo.updates_per_step
         ):
             packed = [pack(micro, device, temperature, layout=layout) for micro in minibatch]
             minibatches.append(packed)
@@ -403,7 +406,9 @@ class Trainer(BaseTrainer):
                 self.evaluate(self.generation, -1, "before_sft")  # warm_start stops if this did
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
-            num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
+            num_tokens = warm_start(
+                self.cfg, self.inputs, self.policy, self.run.log, self.tokens_per_rank
+            )
         if num_tokens is None:
             self.run.end(0, f"stopped by a signal in the warm start. {HOW_TO_RESUME}")
             return False
@@ -479,9 +484,10 @@ class Generation:
         inputs: what the config names.
         policy: the trained model, which gives the engine its weights. Its timer also gets the
             seconds of refits, and of waking and sleeping.
+        engine: settings of the engine, as a plan has settled them.
     """
 
-    def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy):
+    def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy, engine: EngineConfig):
         dtype: str = cfg.engine.dtype
         if dtype == "auto":
             dtype = cfg.policy.dtype.replace("float64", "float32")  # vLLM has no float64
@@ -489,9 +495,8 @@ class Generation:
         # vLLM demands that its share of the device is free when it starts. So the policy sleeps
         # meanwhile, and wakes when the engine is asleep.
         policy.sleeper.sleep()
-        max_model_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
         self.engine = RolloutEngine(
-            dataclasses.replace(cfg.engine, max_model_len=max_model_len),
+            engine,
             inputs.folders["policy"],
             policy.mesh,
             dtype=dtype,

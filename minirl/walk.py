@@ -169,7 +169,7 @@ class Walk(Trainer):
         super().__init__(cfg, mesh)
         self.to_text: Callable = self.inputs.prompts.tokenizer.convert_ids_to_tokens
         self.loss = losses.policy(cfg.algo, cfg.env.max_tokens)
-        warm_start(cfg, self.inputs, self.policy, self.run.log)
+        warm_start(cfg, self.inputs, self.policy, self.run.log, self.tokens_per_rank)
         self.run.log.close()
 
     def step(self, broken: list[str]) -> bool:

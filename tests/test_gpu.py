@@ -684,10 +684,11 @@ def engine_of(llm, timer):
     engine.timer = timer
     engine.on_cuda = True
     engine.vision = None
-    engine.cfg = EngineConfig(sleep_level=2)
+    engine.cfg = EngineConfig()
+    engine.sleeps = "all"
     engine.mesh = SimpleNamespace(barrier=lambda: None)
     engine.latent = {}
-    engine._asleep = False
+    engine._asleep = ()
     timer.unmapped_bytes = engine.unmapped_bytes
     return engine
 

@@ -32,6 +32,7 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.config.policy import LoraConfig, PolicyConfig
+from minirl.config.validate import resolve_lengths
 from minirl.model import build
 from minirl.plan import __main__ as program
 from minirl.plan import cards, costs
@@ -45,6 +46,7 @@ from minirl.train.policy import Policy
 from minirl.types.packed import CHUNK
 
 BIG = fits.MODELS["Qwen3-8B"]
+QLORA = LoraConfig(rank=32, quantization="nf4")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,11 +141,83 @@ def test_formulas_take_less_than_a_tenth_of_a_second():
     assert time.process_time() - began < 0.1
 
 
-def test_auto_is_the_first_checkpointing_that_fits():
-    chosen = [plan_of(workload_of(), card).checkpointing for card in ("h200", "h100")]
-    assert chosen == ["off", "selective"]
-    wide = workload_of(policy__activation_checkpointing="off")
+def test_auto_is_the_fastest_that_fits():
+    plan = plan_of(workload_of(), "h100")
+    others = [
+        plan_of(workload_of(policy__activation_checkpointing=kind, engine__sleep=sleep), "h100")
+        for kind in ("off", "selective", "full")
+        for sleep in plans.SLEEP
+    ]
+    room = plans.MOST_USED * plan.card.memory_gib * GIB
+    fitting = [o.step_seconds for o in others if not o.lacks and max(o.memory.values()) <= room]
+    assert plan.step_seconds == min(fitting) and len(fitting) < len(others)
+    wide = workload_of(policy__activation_checkpointing="off", tokens_per_rank=16384)
     assert "backward needs" in plan_of(wide, "h100").lacks
+
+
+# A step of GRPO with 16 prompts of 64 tokens and 8 answers to each.
+SHORT = {
+    "data__max_prompt_tokens": 64,
+    "rollout__prompts_per_step": 16,
+    "rollout__samples_per_prompt": 8,
+    "tokens_per_rank": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "card", "answer", "settings", "sleep"),
+    [
+        ("Qwen3-0.6B", 1, "h100", 256, SHORT, "none"),
+        ("Qwen3-1.7B", 1, "h200", 512, SHORT, "none"),
+        ("Qwen3-1.7B", 1, "h100", 512, SHORT, "cache"),
+        ("Qwen3-8B", 8, "h100", 2048, {}, "engine"),
+        ("Qwen3-8B", 1, "rtx4090", 512, {"policy__lora": QLORA}, "all"),
+    ],
+)
+def test_nothing_sleeps_that_need_not(name, num_gpus, card, answer, settings, sleep):
+    lengths = {"env__max_tokens": answer, "rollout__max_tokens": answer, "engine__max_model_len": 0}
+    cfg = fits.job(name)
+    for setting, value in {**lengths, **settings}.items():
+        cfg = with_setting(cfg, setting.replace("__", "."), value)
+    resolve_lengths(cfg)
+    workload = workload_on(cfg, num_gpus, fits.MODELS[name])
+    plan = plan_of(workload, card)
+    assert not plan.lacks
+    assert plan.sleep == sleep
+    # One mode less would take more memory, and one more would take longer.
+    before = plans.SLEEP[: plans.SLEEP.index(sleep)]
+    for other in before:
+        forced = plan_of(
+            workload_on(with_setting(cfg, "engine.sleep", other), num_gpus, fits.MODELS[name]), card
+        )
+        assert forced.lacks or forced.step_seconds >= plan.step_seconds
+    engine = plan.engine.config(sleep)
+    assert engine.sleep == sleep
+    assert engine.kv_cache_gb * GIB >= longest_cache(plan)
+
+
+def longest_cache(plan):
+    """Bytes of the cache for the step's sequences at their longest, or one of them."""
+    workload = plan.workload
+    at_once = workload.num_in_flight / workload.world_size if plan.sleep == "none" else 1
+    return at_once * plan.engine.cfg.max_model_len * plan.engine.kv_bytes
+
+
+def test_rows_that_fit():
+    """As many as fit in few micro-batches of equal size; less memory makes more of them."""
+    found = []
+    for memory in (79.2, 40.0, 24.0):
+        cfg = fits.job("Qwen3-0.6B")
+        for setting, value in {**SHORT, "policy__activation_checkpointing": "off"}.items():
+            cfg = with_setting(cfg, setting.replace("__", "."), value)
+        card = dataclasses.replace(cards.CARDS["h100"], memory_gib=memory)
+        plan = make_plan(workload_on(cfg, 1, fits.MODELS["Qwen3-0.6B"]), card, 1)
+        assert not plan.lacks and plan.memory["backward"] <= plan.limit
+        rows = plan.workload.tokens_per_rank
+        assert rows >= plans.longest_of(cfg)
+        found.append((plan.workload.load.num_micro, rows))
+    assert found == sorted(found, key=lambda pair: (pair[0], -pair[1]))
+    assert found[0][0] < found[-1][0]
 
 
 @pytest.mark.parametrize(("name", "card"), [("Qwen3-32B", "h100"), ("Qwen3-1.7B", "rtx4090")])
@@ -198,11 +272,12 @@ def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
 def test_a_program_on_a_gpu_says_memory_and_no_time():
     """A roofline is no promise: 1.95 s were announced for a step of 3.14."""
     plan = plan_of(workload_of(), "h100")
-    verdict, memory_line, last_line = plans.short(plan)
-    assert verdict.startswith("fits with activation checkpointing selective: at most")
-    assert "of 79.2 GiB: rollout 68.8" in memory_line and "KV cache" in memory_line
+    verdict, choice, memory_line, last_line = plans.short(plan)
+    assert verdict.startswith("fits with activation checkpointing ")
+    assert re.match(r".* sleep.*; a step in \d+ micro-batch\(es\) of at most [\d,]+ rows", choice)
+    assert "of 79.2 GiB: " in memory_line and "KV cache" in memory_line
     assert "python -m minirl.plan has the roofline" in last_line
-    assert not re.search(r"\d s\b|seconds", " ".join([verdict, memory_line, last_line]))
+    assert not re.search(r"\d s\b|seconds", " ".join([verdict, choice, memory_line, last_line]))
     short_of_memory = plan_of(workload_of("Qwen3-32B"), "h100")
     assert plans.short(short_of_memory)[0].startswith("DOES NOT FIT: refit needs")
 
@@ -282,8 +357,6 @@ def test_an_engine_holds_the_latent_vector_of_a_token_on_each_rank():
 # --------------------------------------------------------------------------------------------------
 # adapters
 
-QLORA = LoraConfig(rank=32, quantization="nf4")
-
 
 def test_adapters_and_their_base_are_counted_exactly():
     """By hand, for Qwen3-8B: seven linears a layer, of 36 layers."""
@@ -349,6 +422,7 @@ def test_a_critic_on_the_policy_s_base_saves_it():
     for section in ("policy", "critic"):
         settings[f"{section}__lora"] = LoraConfig(rank=32)
     settings["critic__lora"] = LoraConfig(rank=16)
+    settings |= {"engine__sleep": "all", "tokens_per_rank": 16384}
     apart = plan_of(workload_of(**settings), "h100")
     shared_workload = workload_of(**settings, critic__share_base=True)
     shared = plan_of(shared_workload, "h100")

@@ -38,6 +38,8 @@ from minirl.config.values import (
 # Bounds of `engine.max_num_seqs` = 0.
 FEWEST_SEQS = 256
 MOST_SEQS = 1024
+# What of a GPU sleeps in a step of RL: each includes those before it.
+Sleep = Literal["auto", "none", "cache", "engine", "all"]
 
 
 @dataclass(kw_only=True)
@@ -61,9 +63,12 @@ class EngineConfig:
     #: Images in a context, for a model that reads them. An episode that shows more is truncated.
     max_images: PositiveInt = 4
     enforce_eager: bool = False  # CUDA: run without CUDA graphs. The CPU build always does.
-    #: CUDA, while training. 2: drop weights and KV cache. 1: keep the weights in host memory. 0:
-    #: keep everything on the device.
-    sleep_level: Annotated[int, Field(ge=0, le=2)] = 2
+    #: CUDA: what leaves the device while others work. none: nothing. cache: the KV cache, while the
+    #: trainer works. engine: the engine's weights, too. all: also all that the trainer keeps, while
+    #: the engine works. auto: what makes a step fastest, by the planner's formulas.
+    sleep: Sleep = "auto"
+    #: Where the engine's weights sleep. 2: nowhere; a refit writes them anew. 1: in host memory.
+    sleep_level: Annotated[int, Field(ge=1, le=2)] = 2
 
 
 @dataclass(kw_only=True)
@@ -334,7 +339,9 @@ class TrainingConfig(ProgramConfig):
     #: Held-out scores and values: accuracy 0.9. An evaluation of training that reaches all of them
     #: (a loss or perplexity: from above) is the last, and the run ends as after its last step.
     stop_at: dict[str, Finite] = field(default_factory=dict)
-    tokens_per_rank: PositiveInt = 16384  # Token budget of a micro-batch on a rank.
+    #: Token budget of a micro-batch on a rank. 0: on CUDA as many as fit by the planner's formulas,
+    #: at most a step's; on CPU, where more are not faster, 16,384, or the longest sequence.
+    tokens_per_rank: NonNegativeInt = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

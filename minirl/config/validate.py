@@ -337,6 +337,8 @@ def _training(
 
 def _budget(cfg: RLConfig | SupervisedConfig, setting: str, longest: int) -> None:
     """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
+    if not cfg.tokens_per_rank:
+        return  # The planner takes enough.
     num_tokens = cfg.tokens_per_rank * cfg.parallel.context
     why = (
         f"the product, {num_tokens}, cannot hold one sequence of {setting} = {longest} tokens; "

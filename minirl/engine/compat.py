@@ -120,3 +120,21 @@ def tag_options() -> dict[str, Any]:
     from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
     return {"strict_level": ToolStrictLevel.PARAMETER}
+
+
+def discard_cache(executor: Any) -> None:
+    """Give back the memory of the KV cache alone, whose addresses stay.
+
+    Args:
+        executor: vLLM's.
+    """
+    torch.cuda.synchronize()  # Or kernels that still read it would fail.
+    if not is_old():
+        executor.collective_rpc("discard", args=(("kv_cache",),))
+        return
+    from vllm.device_allocator import cumem
+
+    for block in cumem.CuMemAllocator.get_instance().pointer_to_data.values():
+        if block.tag == "kv_cache":
+            cumem.unmap_and_release(block.handle)
+            block.is_asleep = True

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
-from minirl.config.shared import FEWEST_SEQS, MOST_SEQS, EngineConfig
+from minirl.config.shared import FEWEST_SEQS, MOST_SEQS, EngineConfig, Sleep
 from minirl.data.images import rgb
 from minirl.data.vision import GemmaVision, Vision
 from minirl.engine import compat, patches
@@ -138,6 +138,10 @@ class RolloutEngine:
         self.vision = vision
         self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
+        # What of the device sleeps in turn. Only a run's plan knows what is best.
+        self.sleeps: Sleep = "all" if cfg.sleep == "auto" else cfg.sleep
+        if not self.on_cuda:
+            self.sleeps = "none"
         # The functions that vLLM compiles are small: on CPU that takes longer than a short run.
         interpret = functools.partial(torch.compiler.set_stance, "force_eager")
         self.uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = (
@@ -162,7 +166,7 @@ class RolloutEngine:
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
         self.is_leader = mesh.rank % self.tp_size == 0
-        self._asleep = False
+        self._asleep: tuple[str, ...] = ()  # Tags of vLLM's that are.
         self.timer.unmapped_bytes = self.unmapped_bytes
 
     def _start(self, folder: Path, dtype: str, load_weights: bool, routes: bool) -> tuple[Any, Any]:
@@ -252,7 +256,7 @@ class RolloutEngine:
             arguments["compilation_config"] = {"max_cudagraph_capture_size": largest}
         if self.on_cuda:
             return arguments | {
-                "enable_sleep_mode": cfg.sleep_level > 0,
+                "enable_sleep_mode": self.sleeps != "none",
                 "gpu_memory_utilization": cfg.gpu_memory_utilization,
                 "enforce_eager": cfg.enforce_eager,
                 "disable_custom_all_reduce": True,
@@ -322,7 +326,7 @@ class RolloutEngine:
         The order keeps the peak of memory low: the optimizer's state and the base of adapters are
         offloaded before the engine's weights return, and the shards, which the refit reads, before
         the KV cache returns. At the end the shards are back; the optimizer's state returns when it
-        steps. On CPU nothing moves: there is no other memory to move to.
+        steps. What does not sleep (`engine.sleep`; nothing does on CPU) stays where it is.
 
         Args:
             refit: writes the policy's weights into the engine.
@@ -337,11 +341,11 @@ class RolloutEngine:
             self._forget_old_weights()
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_parameters()
-            if self.on_cuda:
+            if self._asleep:
                 # A slower rank would run out of memory next to a neighbour's KV cache.
                 self.mesh.barrier()
             self._wake("kv_cache")
-        self._asleep = False
+        self._asleep = ()
         self.timer.note_device("engine_awake")
         # Cached keys and values, and what the tower made of images, are of the old weights.
         if not self.llm.reset_prefix_cache():
@@ -356,29 +360,46 @@ class RolloutEngine:
             sleeper.wake_parameters()
 
     def sleep(self) -> None:
-        """Free the engine's memory, as engine.sleep_level says, until `awake`.
+        """Free the engine's memory, as engine.sleep says, until `awake`.
 
         Raises:
             UserError: another process took memory of the device meanwhile.
         """
-        if not self.on_cuda or not self.cfg.sleep_level:
+        if self.sleeps == "none":
             return
         # A phase by itself: what is awake before is not there after it (`Timer`).
         with self.timer.phase("sleep_wake"):
-            try:
-                self.llm.sleep(level=self.cfg.sleep_level)
-            except AssertionError as error:
-                if not _is_about_memory(error):
-                    raise
-                remedy = _memory_remedy(error)
-                raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
-            self._asleep = True
+            if self.sleeps == "cache":
+                compat.discard_cache(self._executor)
+                self._asleep = ("kv_cache",)
+            else:
+                self._sleep_whole()
+                self._asleep = ("weights", "kv_cache")
         self.timer.note_device("engine_asleep")
+
+    def _sleep_whole(self) -> None:
+        try:
+            self.llm.sleep(level=self.cfg.sleep_level)
+        except AssertionError as error:
+            if not _is_about_memory(error):
+                raise
+            remedy = _memory_remedy(error)
+            raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
+
+    @property
+    def _executor(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor
 
     def _wake(self, tag: str) -> None:
         """Let vLLM map again what it calls by this tag, if it is asleep."""
-        if self._asleep:
-            with self.timer.phase("sleep_wake"):
+        if tag not in self._asleep:
+            return
+        with self.timer.phase("sleep_wake"):
+            if torch.cuda.mem_get_info()[0] < self.unmapped_bytes():
+                torch.cuda.empty_cache()  # What torch keeps of the trainer's.
+            if self.sleeps == "cache":  # Of which vLLM's `LLM` does not know.
+                self._executor.collective_rpc("wake_up", args=([tag],))
+            else:
                 self.llm.wake_up([tag])
 
     def unmapped_bytes(self) -> int:

@@ -91,8 +91,8 @@ class DecodeScheduler(Scheduler):
         output.new_block_ids_to_zero = self._get_new_block_ids_to_zero()
         output.finished_req_ids = self.finished_req_ids
         output.preempted_req_ids = self.reset_preempted_req_ids
-        self.finished_req_ids = set()
-        self.reset_preempted_req_ids = set()
+        self.finished_req_ids: set[str] = set()
+        self.reset_preempted_req_ids: set[str] = set()
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(cached.req_ids)
         return output

@@ -62,6 +62,8 @@ class Sleeper:
         shared: set[str],
         optimizer_state: Callable[[], list[Tensor]],
         base: frozenset[str] = frozenset(),
+        *,
+        active: bool = True,
     ):
         """Remember what to offload.
 
@@ -71,12 +73,13 @@ class Sleeper:
             optimizer_state: returns the local tensors of the optimizer's state.
             base: names of the parameters that may sleep while a refit reads the model, because it
                 reads their `values`.
+            active: False: everything stays on the device.
         """
         self.model = model
         self.shared = shared
         self.optimizer_state = optimizer_state
         # Without CUDA there is no other memory to move to, and nothing is offloaded.
-        self.active = torch.cuda.is_available()
+        self.active = active and torch.cuda.is_available()
         self._state = _Part()
         self._parameters = _Part()
         self._base = _Part()

@@ -4,16 +4,17 @@ What training each model costs is in costs.py. Here is what a config asks for, w
 the same time, and what takes turns.
 """
 
+import copy
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minirl.base.errors import require
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
-from minirl.config.shared import MOST_SEQS, EngineConfig, TrainingConfig
+from minirl.config.shared import MOST_SEQS, EngineConfig, Sleep, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
 from minirl.plan import costs
 from minirl.plan.cards import GIB, Card, of_device
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
+SLEEP: tuple[Sleep, ...] = ("none", "cache", "engine", "all")  # The fastest first.
+MOST_USED = 0.92  # Share of the card that may be used where what sleeps, or rows, are chosen.
+CPU_TOKENS = 16_384  # Rows of a micro-batch on a CPU, which more do not make faster.
+BLOCK = 16  # Tokens of a block of the KV cache.
+SPARE_CACHE = 1.05  # Of the tokens that a step's sequences need.
 # What is in no formula. Sizes are usual ones: they depend on driver, NCCL and vLLM.
 CONTEXT = 0.6 * GIB  # CUDA's context and loaded kernels.
 NCCL = 1.5 * GIB  # Buffers of its communicators.
@@ -31,10 +37,13 @@ GRAPHS = 1.0 * GIB  # The engine's CUDA graphs, which stay while it sleeps.
 ENGINE_WORKSPACE = 1.5 * GIB  # Activations of the engine's largest batch.
 FRAGMENTS = 0.03  # Share of the card that is lost between blocks of memory.
 MERGE_BYTES = 28  # Read and written to merge adapters into a weight for the engine.
-# Seconds of the host for a token of each answer, for each answer, and for a layer without graphs;
-# and the least that a collective takes.
-HOST_SECONDS_PER_STEP = 2e-3
-HOST_SECONDS_PER_ANSWER = 1e-5
+# Seconds of the host: for a step of the engine, for each answer in it, for a layer without graphs,
+# and for a pass through a layer in training; of mapping or unmapping a GiB; and the least that a
+# collective takes.
+HOST_SECONDS_PER_STEP = 1.8e-3
+HOST_SECONDS_PER_ANSWER = 3.5e-6
+HOST_SECONDS_PER_LAYER = 3.5e-3
+MAP_SECONDS = 2.3e-3
 EAGER_SECONDS_PER_LAYER = 2e-4
 SHORTEST_COLLECTIVE = 2e-5
 TRAINS = ("backward", "optimizer")  # Phases in which a critic is trained.
@@ -78,6 +87,14 @@ def read_models(
     return models
 
 
+def longest_of(cfg: TrainingConfig) -> int:
+    """Return the most rows that may have to be in one micro-batch: a sequence, or a pair."""
+    if isinstance(cfg, SupervisedConfig):
+        return cfg.data.max_tokens * (2 if isinstance(cfg, RMConfig | DPOConfig) else 1)
+    assert isinstance(cfg, RLConfig)
+    return cfg.engine.max_model_len + cfg.eval_extra_tokens + 1  # And the end for a reward model.
+
+
 class Workload:
     """What a run does in a step. Of KTO the second pass of the reference is not in it.
 
@@ -103,6 +120,7 @@ class Workload:
         self.num_updates = 1  # Optimizer steps.
         self.engine: EngineConfig | None = None
         self.bucket_bytes = 0  # On the wire at once in a refit.
+        self.num_in_flight = 0  # Sequences that are generated at once, on all ranks.
         is_pairs = isinstance(cfg, RMConfig | DPOConfig)
         samples = 2 if is_pairs else 1
         reads_logprobs = isinstance(cfg, KTOConfig) and cfg.algo.loss == "kto"
@@ -114,6 +132,8 @@ class Workload:
             algo = cfg.algo
             samples = cfg.rollout.samples_per_prompt
             self.num_sequences = cfg.rollout.prompts_per_step * samples
+            more_prompts = cfg.rollout.extra_prompts + cfg.rollout.ahead
+            self.num_in_flight = self.num_sequences + more_prompts * samples
             prompt = prompt or cfg.data.max_prompt_tokens
             answer = answer or cfg.env.max_tokens
             self.num_updates = algo.num_epochs * algo.updates_per_step
@@ -140,9 +160,34 @@ class Workload:
         )
         data_size = max(1, world_size // (context * cfg.parallel.tensor))
         updates = cfg.algo.updates_per_step if isinstance(cfg, RLConfig) else 1
-        num_on_rank = math.ceil(math.ceil(self.num_sequences / updates) / data_size)
-        self.load.num_micro = math.ceil(num_on_rank / self.load.num_answers)
-        self.load.tokens = self.load.rows(math.ceil(num_on_rank / self.load.num_micro))
+        self.num_on_rank = math.ceil(math.ceil(self.num_sequences / updates) / data_size)
+        if not cfg.tokens_per_rank:
+            self.load.tokens = longest_of(cfg)
+        self.most_micro = math.ceil(self.num_on_rank / self.load.num_answers)
+        self.load = self._in_micro_batches(self.most_micro)
+
+    def _in_micro_batches(self, num_micro: int) -> Load:
+        """Return the load in so many micro-batches of equal size."""
+        rows = self.load.rows(math.ceil(self.num_on_rank / num_micro))
+        return dataclasses.replace(self.load, num_micro=num_micro, tokens=rows)
+
+    def choices(self) -> Iterator["Workload"]:
+        """Yield what the run may do: with tokens_per_rank = 0 in few micro-batches first."""
+        num_micro = 1 if not self.cfg.tokens_per_rank else self.most_micro
+        while num_micro < self.most_micro:
+            other = copy.copy(self)
+            other.load = self._in_micro_batches(num_micro)
+            yield other
+            num_micro = math.ceil(1.25 * num_micro)
+        yield self
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Return the token budget of a micro-batch on a rank."""
+        if self.cfg.tokens_per_rank:
+            return self.cfg.tokens_per_rank
+        longest = max(self.load.tokens, longest_of(self.cfg))
+        return math.ceil(longest / self.cfg.parallel.context)
 
 
 class Engine:
@@ -174,8 +219,41 @@ class Engine:
         cache = cfg.gpu_memory_utilization * card.memory_gib * GIB - without_cache
         if cfg.kv_cache_gb:
             cache = cfg.kv_cache_gb * GIB
+        elif len(self.model.layers) == 1 and not self.state_bytes:
+            # As large as a step can use. Of layers that differ vLLM decides what a token takes.
+            cache = min(cache, self._needed_tokens() * self.kv_bytes)
+        self.cache = cache
         self.total = without_cache + cache
         self.kv_tokens = int(cache // self.kv_bytes)
+
+    def _needed_tokens(self) -> int:
+        """Return how many tokens of the cache the sequences of a step need at the same time."""
+        workload = self.workload
+        num_sequences = math.ceil(workload.num_in_flight * self.ranks / workload.world_size)
+        at_once = min(num_sequences, self.cfg.max_num_seqs or MOST_SEQS)
+        blocks = math.ceil(self.cfg.max_model_len / BLOCK)
+        return math.ceil(SPARE_CACHE * at_once * blocks * BLOCK)
+
+    def config(self, sleep: Sleep) -> EngineConfig:
+        """Return its settings for vLLM, which demands that its share is free when it starts."""
+        share = self.total / (self.card.memory_gib * GIB)
+        return dataclasses.replace(
+            self.cfg,
+            sleep=sleep,
+            kv_cache_gb=self.cache / GIB,
+            gpu_memory_utilization=min(share, self.cfg.gpu_memory_utilization),
+        )
+
+    def stays(self, sleep: Sleep) -> Parts:
+        """Return what is on the device while the trainer works."""
+        if sleep == "none":
+            return {"engine": self.total - CONTEXT}
+        weights = self.weights if sleep == "cache" else 0.0
+        return {"engine's graphs": self.graphs, "engine's weights": weights}
+
+    def mapped(self, sleep: Sleep) -> float:
+        """Return how many bytes are mapped before it works, and unmapped afterwards."""
+        return {"none": 0.0, "cache": self.cache}.get(sleep, self.cache + self.weights)
 
     def seconds(self) -> float:
         """Return the seconds of generating a step's answers.
@@ -195,7 +273,8 @@ class Engine:
         step = max(reading, at_once * of_token)
         if self.cfg.enforce_eager:
             step = max(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
-        step += HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * at_once
+        # While the device computes a step, the host prepares the next one.
+        step = max(step, HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * at_once)
         if self.ranks > 1:  # A sum after attention and one after the MLP.
             summed = 2 * at_once * model.hidden * 2 * (1 - 1 / self.ranks)
             step += 2 * model.num_layers * (SHORTEST_COLLECTIVE + self.card.sending(summed))
@@ -236,6 +315,7 @@ class Plan:
         card: the GPUs.
         gpus_per_node: how many of them are linked.
         checkpointing: of the policy: off, selective or full.
+        sleep: what sleeps in turn, if there is an engine.
         liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
     """
 
@@ -245,9 +325,11 @@ class Plan:
         card: Card,
         gpus_per_node: int,
         checkpointing: Checkpointing,
+        sleep: Sleep = "all",
         *,
         liger: bool = True,
     ):
+        self.sleep = sleep
         self.workload = workload
         self.card = card
         self.checkpointing = checkpointing
@@ -276,12 +358,17 @@ class Plan:
         # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
         self.on_host = self.engine.on_host if self.engine else 0.0
         for training in self.trained.values():
-            self.on_host += training.on_host(sleeps=self.engine is not None)
+            self.on_host += training.on_host(sleeps=self.offloads and self.engine is not None)
         self.alive = self._alive()  # Most bytes at once by phase, and what they are for.
         sums = {phase: sum(parts.values()) for phase, parts in self.alive.items()}
         self.memory = dict(most(sums))
         self.seconds = self._seconds()  # Of a step, by phase.
         self.step_seconds = sum(self.seconds.values())
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether models are in host memory while they do not compute."""
+        return self.engine is None or self.sleep == "all"
 
     @property
     def lacks(self) -> str:
@@ -319,6 +406,20 @@ class Plan:
         )
 
     @property
+    def asleep(self) -> str:
+        """Return what sleeps and why, as the beginning of a line; empty: there is no engine."""
+        if not self.engine:
+            return ""
+        what = {
+            "none": "nothing sleeps, because everything fits at once",
+            "cache": "the KV cache sleeps while the trainer works",
+            "engine": "the engine sleeps while the trainer works",
+            "all": "engine and trainer sleep in turn",
+        }
+        asked = "" if self.engine.cfg.sleep == "auto" else f" (engine.sleep = {self.sleep})"
+        return f"{what[self.sleep]}{asked}; "
+
+    @property
     def note(self) -> str:
         """Return with which kernels gated delta nets are counted; empty: there are none."""
         models = self.workload.models.values()
@@ -334,28 +435,44 @@ class Plan:
         workload = self.workload
         engine = self.engine
         policy = self.trained["policy"]
-        asleep = {"CUDA context": CONTEXT, "NCCL": NCCL if workload.world_size > 1 else 0.0}
-        others = {"policy's parameters": policy.parameters}
+        always = {"CUDA context": CONTEXT, "NCCL": NCCL if workload.world_size > 1 else 0.0}
         phases: dict[str, Parts] = {}
+        kept = self._kept()
         # The optimizer's state sleeps until the first step, if an engine has put it to sleep.
         sleeping: tuple[str, ...] = ()
-        if engine:
-            phases["rollout"] = {"engine": engine.total, "NCCL": asleep["NCCL"]}
-            phases["refit"] = asleep | engine.in_refit(policy)
-            asleep["engine's graphs"] = engine.graphs
-            asleep["engine"] = engine.total if engine.cfg.sleep_level == 0 else 0.0
+        if engine and self.offloads:
             sleeping = ("annotate", "forward", "backward")[: 3 if workload.num_updates == 1 else 1]
-        else:
-            others["policy's optimizer state"] = policy.optimizer
+        if engine:
+            phases["refit"] = always | engine.in_refit(policy)
+            phases["rollout"] = {"engine": engine.total, "NCCL": always["NCCL"]}
+            always |= engine.stays(self.sleep)
+            if not self.offloads:
+                phases["refit"] |= {costs.PARAMETERS: policy.parameters} | always
+                phases["refit"][costs.OPTIMIZER] = policy.optimizer
+                for parts in kept.values():
+                    phases["rollout"] |= parts
         for name, training in self.trained.items():
+            others: Parts = {}
+            for other, parts in kept.items():
+                others |= parts if other != name else {}
             for phase, parts in training.alive.items():
                 if name == "policy" and (phase != "annotate" or workload.num_annotations):
-                    phases[phase] = asleep | parts
+                    phases[phase] = always | others | parts
                     if phase in sleeping:
                         phases[phase].pop(costs.OPTIMIZER)
                 elif name != "policy" and (phase in TRAINS or not training.trains):
-                    phases[f"{name}, {phase}"] = asleep | others | parts
+                    phases[f"{name}, {phase}"] = always | others | parts
         return phases
+
+    def _kept(self) -> dict[str, Parts]:
+        """Return what each model keeps on the device while another one computes."""
+        kept = {}
+        for name, training in self.trained.items():
+            stays = name == "policy" or not self.offloads
+            kept[name] = {f"{name}'s parameters": training.parameters * stays}
+            if not (self.engine and self.offloads):
+                kept[name][f"{name}'s optimizer state"] = training.optimizer * stays
+        return kept
 
     def _seconds(self) -> dict[str, float]:
         """Return the seconds of a step's phases: the longer of computing and sending."""
@@ -371,10 +488,11 @@ class Plan:
             if policy.model.adapters:
                 merged = MERGE_BYTES * policy.model.parameters / policy.shards / policy.tensor
                 seconds["refit"] += card.moving(merged) + card.to_host(policy.sleeping_base)
-            moved = sum(
-                training.parameters + training.optimizer for training in self.trained.values()
-            )
-            seconds["sleep_wake"] = card.to_host(2 * (moved + engine.on_host))
+            moved = engine.on_host * (self.sleep in ("engine", "all"))
+            for training in self.trained.values():
+                moved += (training.parameters + training.optimizer) * self.offloads
+            seconds["sleep_wake"] = 2 * MAP_SECONDS * engine.mapped(self.sleep) / GIB
+            seconds["sleep_wake"] += card.to_host(2 * moved)
         num_micro = workload.load.num_micro * workload.num_updates
         for phase in ("annotate", "forward", "backward", "optimizer"):
             total = 0.0
@@ -382,7 +500,12 @@ class Plan:
                 if phase in training.seconds:
                     is_policy = (name, phase) == ("policy", "annotate")
                     times = workload.num_annotations if is_policy else 1
-                    total += times * max(training.seconds[phase], training.wire_seconds[phase])
+                    longest = max(training.seconds[phase], training.wire_seconds[phase])
+                    if phase != "optimizer":
+                        computes_again = phase == "backward" and self.checkpointing != "off"
+                        on_host = HOST_SECONDS_PER_LAYER * training.model.num_layers
+                        longest = max(longest, on_host * (1 + computes_again))
+                    total += times * longest
             if total:
                 times = num_micro if phase != "optimizer" else workload.num_updates
                 seconds[phase] = times * total
@@ -395,16 +518,30 @@ def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
 
 
 def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool = True) -> Plan:
-    """Return the plan of a run, with the first checkpointing that fits if it is auto.
+    """Return the plan of a run, with the fastest of what fits where settings are auto or 0.
 
-    The arguments are those of `Plan`.
+    These are what sleeps, activation checkpointing, and the rows of a micro-batch. If nothing fits,
+    it is the plan that takes the least memory. The arguments are those of `Plan`.
     """
-    wanted = workload.cfg.policy.activation_checkpointing
-    for checkpointing in CHECKPOINTING if wanted == "auto" else (wanted,):
-        plan = Plan(workload, card, gpus_per_node, checkpointing, liger=liger)
-        if not plan.lacks:
-            break
-    return plan
+    cfg = workload.cfg
+    wanted = cfg.policy.activation_checkpointing
+    kinds = CHECKPOINTING if wanted == "auto" else (wanted,)
+    sleeps = SLEEP
+    if not workload.engine or workload.engine.sleep != "auto":
+        sleeps = (workload.engine.sleep if workload.engine else "all",)
+    room = MOST_USED * card.memory_gib * GIB
+    fitting: list[Plan] = []
+    for checkpointing in kinds:
+        for sleep in sleeps:
+            is_last = sleep == sleeps[-1]
+            for load in workload.choices():
+                plan = Plan(load, card, gpus_per_node, checkpointing, sleep, liger=liger)
+                # What the settings ask for may take all of the card.
+                is_chosen = not is_last or load is not workload
+                if not plan.lacks and (not is_chosen or most(plan.memory)[0][1] <= room):
+                    fitting.append(plan)
+                    break
+    return min(fitting, key=lambda plan: plan.step_seconds) if fitting else plan
 
 
 # --------------------------------------------------------------------------------------------------
@@ -431,9 +568,11 @@ def announce(
 
     from minirl.model import fused
 
+    is_cuda = mesh.device.type == "cuda"
+    if not (is_cuda or cfg.tokens_per_rank):
+        cfg = dataclasses.replace(cfg, tokens_per_rank=max(CPU_TOKENS, longest_of(cfg)))
     workload = Workload(cfg, mesh.world_size, read_models(cfg, configs))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    is_cuda = mesh.device.type == "cuda"
     name = "CPU"
     memory = host_memory() // per_node
     if is_cuda:
@@ -498,8 +637,11 @@ def short(plan: Plan) -> list[str]:
     """Return the lines of a run on GPUs."""
     memory = ", ".join(f"{phase} {size / GIB:.1f}" for phase, size in most(plan.memory, 4))
     cache = f"; KV cache {max(0, plan.engine.kv_tokens):,} tokens an engine" if plan.engine else ""
+    load = plan.workload.load
     return [
         plan.verdict,
+        f"{plan.asleep}a step in {load.num_micro} micro-batch(es) of at most "
+        f"{plan.workload.tokens_per_rank:,} rows a rank (tokens_per_rank)",
         f"GiB a GPU of {plan.card.memory_gib:.1f} GiB: {memory}{cache}",
         "by formulas; python -m minirl.plan has the roofline of a step's time, and advice",
     ]

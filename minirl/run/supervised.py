@@ -203,7 +203,7 @@ class SupervisedTrainer(BaseTrainer):
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
         pairs = self.task.pairs
-        return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, pairs=pairs)
+        return make_minibatch(examples, self.policy, self.tokens_per_rank, pairs=pairs)
 
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics of a step as they are logged."""
@@ -240,7 +240,9 @@ def mark_row(row: dict) -> int:
     return IS_CHAT | has_images | marks_for_template(row)
 
 
-def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int | None:
+def warm_start(
+    cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log, tokens_per_rank: int
+) -> int | None:
     """Take `cfg.sft.num_steps` steps of negative log-likelihood on the rows' answers. Collective.
 
     Example n of the run is a function of (seed, n) alone, so any number of ranks sees the same
@@ -266,7 +268,7 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
         numbers = range(step * sft.batch_size, (step + 1) * sft.batch_size)
         numbers_here = numbers[policy.mesh.rank :: policy.mesh.world_size]
         examples = [_example(cfg, inputs, n) for n in numbers_here]
-        batches = make_minibatch(examples, policy, cfg.tokens_per_rank)
+        batches = make_minibatch(examples, policy, tokens_per_rank)
         lr = learning_rate(policy.cfg, step, sft.num_steps)
         metrics = policy.update(batches, losses.sft(), lr)
         num_tokens += sum(sum(batch.sequences.lengths) for batch in batches)

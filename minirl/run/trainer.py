@@ -22,7 +22,7 @@ from minirl.checkpoint import finding, run_folder
 from minirl.checkpoint.exporting import Exporter, export_adapter
 from minirl.checkpoint.state import LOWER_IS_BETTER, Saver, load_checkpoint, restore
 from minirl.config.policy import Checkpointing, PolicyConfig
-from minirl.config.shared import TrainingConfig
+from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.config.values import to_yaml
 from minirl.model import causal
@@ -303,11 +303,14 @@ class BaseTrainer(abc.ABC):
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current
         mesh.watch.unmapped_bytes = lambda: self.timer.unmapped_bytes()
-        # What policy.activation_checkpointing = auto stands for; `announce` finds it out.
+        # What settings that are auto or 0 stand for; `announce` finds it out.
         self.checkpointing: Checkpointing = "off"
+        self.tokens_per_rank = cfg.tokens_per_rank
+        self.offloads = True
+        self.engine: EngineConfig | None = None
 
     def announce(self, configs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Say what the planner's formulas find, and settle the kind of activation checkpointing.
+        """Say what the planner's formulas find, and settle what is auto: sleep, rows, checkpoints.
 
         Call it when the config is checked and no model is loaded yet.
 
@@ -319,6 +322,11 @@ class BaseTrainer(abc.ABC):
         """
         plan, lines = announce(self.cfg, configs, self.mesh)
         self.checkpointing = plan.checkpointing
+        self.tokens_per_rank = plan.workload.tokens_per_rank
+        self.offloads = plan.offloads
+        if plan.engine:
+            is_cuda = self.mesh.device.type == "cuda"
+            self.engine = plan.engine.config(plan.sleep) if is_cuda else plan.engine.cfg
         if self.mesh.rank == 0:
             for line in lines:
                 say(line)
@@ -329,6 +337,7 @@ class BaseTrainer(abc.ABC):
             cfg = dataclasses.replace(cfg, activation_checkpointing=self.checkpointing)
         sequence_parallel = self.cfg.parallel.sequence
         options |= {"sequence_parallel": sequence_parallel, "timer": self.timer}
+        options["offloads"] = self.offloads
         return Policy(cfg, folder, self.mesh, **options)
 
     def make_reference(self, folder: Path) -> Reference:

@@ -55,6 +55,7 @@ class Policy:
         base: a policy with adapters and the same folder; this one shares its frozen weights. None:
             it has separate weights.
         timer: gets the seconds of forward, backward and optimizer.
+        offloads: whether its `sleeper` moves anything to host memory.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Policy:
         sequence_parallel: bool = False,
         base: "Policy | None" = None,
         timer: Timer | None = None,
+        offloads: bool = True,
     ):
         if cfg.dtype == "auto":
             cfg = dataclasses.replace(cfg, dtype=mesh.default_dtype())
@@ -113,6 +115,7 @@ class Policy:
             self.model.shared,
             lambda: self.optimizer.tensors(),
             base=frozenset(frozen if self.adapters else ()),
+            active=offloads,
         )
 
     def _make_optimizer(self) -> Optimizer:
