@@ -115,7 +115,7 @@ SHOWN = {
     "supervised": [f"{name} # tokens per CPU-second" for name in ("SFT", "DPO", "RM")],
     "refit": ["refit # # # #", "full gather # # # #", "wire torch."],
     "step": ["backward # CPU-s # %", "all # CPU-s 100.00 %", "backward: # % refit: # %"],
-    "rollout": ["async #, at most", "idle time #, at most", "CPU time #, at least 0.95"],
+    "rollout": ["async #, at most", "idle time #, at most", "at least 0.95", "host #, at most 6.0"],
     "long": ["2 ring # # # # #"],
     "mesh": ["dp 2 # # # fsdp # (#)"],
     "algorithms": ["grpo # # # # #"],

@@ -31,6 +31,7 @@ SMALL = {
             "rollout 0: refit is bitwise a full gather",
             "rollout 1: engine's log-probs are the trainer's",
             "same seeds give the same tokens",
+            "steps that only decode sample vLLM's tokens",
         ],
     ),
     "s1_oracle": (["--cases", "lora"], ["lora: 3 steps on device and CPU"]),

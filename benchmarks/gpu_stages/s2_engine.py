@@ -241,6 +241,30 @@ class Stage:
             reserved = torch.cuda.memory_reserved() / GIB
             value("asleep: torch says reserved", reserved, "GiB; it counts what vLLM has unmapped")
 
+    def compare_schedulers(self) -> None:
+        """Compare the short way of engine/scheduler.py with vLLM's own."""
+        num, length = (4, 12) if SMALL else (64, 256)
+        scheduler = self.engine.llm.llm_engine.engine_core.engine_core.scheduler
+        value("scheduler", type(scheduler).__name__)
+        answers = []
+        with self.engine.awake(self.refit, self.policy.sleeper):
+            for name in ("short 0", "plain 0", "short 1"):  # The first one caches the prompts.
+                states = scheduler.states
+                if name.startswith("plain"):
+                    scheduler.states = {}  # Unknown requests go vLLM's own way.
+                self.engine.take_counts()
+                began = time.perf_counter()
+                answers.append(self.generate(name, num, self.sampling(length)))
+                seconds = time.perf_counter() - began
+                num_steps, waiting = self.engine.take_counts()
+                note = f"ms, of which {1e3 * waiting / num_steps:.2f} wait for the device"
+                value(f"{name}: a step", 1e3 * seconds / num_steps, note)
+                scheduler.states = states
+        pairs = zip(answers[1], answers[2], strict=True)
+        num_same = sum(np.array_equal(a.tokens, b.tokens) for a, b in pairs)
+        enough = num_same >= (num - 2 if ON_GPU else num)
+        check("steps that only decode sample vLLM's tokens", enough, f"{num_same} of {num}")
+
     def sample_again(self) -> None:
         with self.engine.awake(self.refit, self.policy.sleeper):
             num = 2 if SMALL else 8
@@ -299,6 +323,8 @@ def main(args: Arguments) -> None:
             stage.sleep_often()
         with part("seeds and sampling"):
             stage.sample_again()
+        with part("schedulers"):
+            stage.compare_schedulers()
         with part("close"):
             stage.engine.close()
             value("device after close", used_gib(), "GiB")

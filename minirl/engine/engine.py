@@ -93,13 +93,7 @@ class RolloutEngine:
     Its weights are random until the first refit, so that it reads no checkpoint. With
     `load_weights` it reads them from the folder; with `vision`, too: vLLM keeps the scaling
     of pixels in a buffer of the image tower, which its `dummy` loader would fill with noise.
-
-    Attributes:
-        scheduler_cls: the path of what makes the scheduler; None: vLLM's own, which takes the host
-            longer.
     """
-
-    scheduler_cls: str | None = "minirl.engine.scheduler.make_scheduler"
 
     def __init__(
         self,
@@ -197,8 +191,8 @@ class RolloutEngine:
             if routes and self.on_cuda:
                 compat.check_routes()
                 arguments["enable_return_routed_experts"] = True
-            if not routes:  # vLLM returns them, or may be asked for them, with every token.
-                arguments["scheduler_cls"] = self.scheduler_cls
+            if not routes:  # They come with each token, from vLLM's own scheduler.
+                arguments["scheduler_cls"] = "minirl.engine.scheduler.make_scheduler"
             try:
                 return vllm, vllm.LLM(**arguments)
             except (ValueError, RuntimeError, AssertionError) as error:
