@@ -2,7 +2,7 @@
 
 Both drive a model that is a formula, in the order of vLLM's engine core: each step after the one
 before has been computed, or ahead of it; for the old model runner or the new one, which get
-other descriptions of a step. The real engine follows in test_rollout.py.
+other descriptions of a step. Then the real engine, and two ranks of one.
 """
 
 from collections import Counter, deque
@@ -13,6 +13,8 @@ import pytest
 
 import tiny
 from harness import ranks
+from minirl.config.shared import EngineConfig
+from minirl.engine.engine import RolloutEngine, Sampling
 
 BLOCK = 4
 EOS = 3
@@ -300,3 +302,43 @@ def test_steps_and_tokens_are_those_of_vllms_scheduler(folder, ahead, v2):
         counts = ranks(1, compare, folder, ahead, v2, num_blocks, reset, window)[0]
         assert counts["_extend"] > counts["steps"] // 8
         assert bool(counts["_preempt_request"]) == reset
+
+
+def answer(engine, num):
+    """What an engine samples: requests with stops, others that are streamed, some aborted."""
+    outputs = {}
+    unfinished = []
+    for i in range(num):
+        stops = (7, 11, 13, 17) if i % 3 == 0 else ()
+        sampling = Sampling(max_tokens=6 + i * 37 % 50, stop_token_ids=stops, temperature=0.9)
+        engine.add(str(i), [5 + i % 4, 60, 100] * (1 + i % 9), sampling, seed=i, stream=i % 10 == 9)
+    for number in range(300):
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        if number == 9:
+            unfinished = sorted(engine.unfinished())
+            engine.abort([str(i) for i in range(2, num, 7)])
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    assert engine.llm.reset_prefix_cache()
+    return outputs, unfinished
+
+
+def both_ways(mesh, folder, gib):
+    cfg = EngineConfig(
+        max_model_len=128,
+        max_num_seqs=12,
+        kv_cache_gb=gib,
+        tensor_parallel_size=mesh.world_size,
+    )
+    engine = RolloutEngine(cfg, folder, mesh, dtype="float32", load_weights=True)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    short = answer(engine, 40)
+    scheduler.states = {}  # Unknown requests go vLLM's way.
+    return short, answer(engine, 40)
+
+
+@pytest.mark.parametrize(("world", "gib"), [(1, 0.02), (1, 0.0006), (2, 0.01)])
+def test_the_engine_answers_alike_both_ways(folder, world, gib):
+    for short, plain in ranks(world, both_ways, folder, gib):
+        assert short == plain
+        assert len(short[0]) > 30 and len(short[1]) > 5

@@ -105,7 +105,7 @@ def remove_sockets() -> None:
 class TimedFuture:
     """What vLLM's loop asks of the future of a step's tokens; the answer is timed."""
 
-    def __init__(self, future: Future, note: Callable[[float], None]):
+    def __init__(self, future: Future[Any], note: Callable[[float], None]):
         self._future = future
         self._note = note
 
