@@ -186,7 +186,7 @@ def grpo(
     flags += ["--rollout.prompts-per-step", load.prompts]
     flags += ["--rollout.samples-per-prompt", load.samples]
     flags += ["--rollout.max-tokens", load.tokens, "--num-steps", load.steps]
-    flags += ["--policy.lr", load.lr, "--tokens-per-rank", 16384, "--output", output]
+    flags += ["--policy.lr", load.lr, "--output", output]
     flags += ["--debug.check-refit"] * check
     if small:
         flags += ["--policy.dtype", "float32", "--engine.kv-cache-gb", 0.05]

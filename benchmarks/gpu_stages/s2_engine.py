@@ -27,7 +27,7 @@ from minirl.algo import losses
 from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import EngineConfig
+from minirl.config.shared import EngineConfig, Sleep
 from minirl.engine import patches
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.model import scratch
@@ -38,6 +38,16 @@ from minirl.train.policy import Policy
 from minirl.types.packed import Packed, Trajectory
 
 Kind = Literal["dense", "moe"]
+# What sleeps after each rollout, and vLLM's level.
+ROLLOUTS: list[tuple[Sleep, int]] = [
+    ("all", 2),
+    ("all", 2),
+    ("all", 1),
+    ("engine", 2),
+    ("cache", 2),
+    ("cache", 2),
+]
+MODES: tuple[Sleep, ...] = ("cache", "engine", "all")  # Without sleep an engine is another one.
 LIMITS = {"bfloat16": 0.05, "float32": 5e-3}  # Of the mean difference of log-probs, in nats.
 
 
@@ -171,8 +181,12 @@ class Stage:
         self.policy.annotate([[batch]], "old_logprobs")
         return batch
 
-    def set_sleep_level(self, level: int) -> None:
-        self.engine.cfg = dataclasses.replace(self.engine.cfg, sleep_level=level)
+    def set_sleep(self, sleeps: Sleep, level: int = 2) -> None:
+        """Choose what sleeps from now on. The engine must be awake."""
+        if ON_GPU:
+            self.engine.sleeps = sleeps
+            self.engine.cfg = dataclasses.replace(self.engine.cfg, sleep_level=level)
+            self.policy.sleeper.active = sleeps == "all"
 
     # ----------------------------------------------------------------------------------------------
 
@@ -183,16 +197,16 @@ class Stage:
         value("device asleep", used_gib(), "GiB")
         self.policy.sleeper.wake_parameters()
 
-    def roll_out_and_train(self, number: int, level: int) -> None:
-        """Make an RL step by hand, after which the engine sleeps as deeply as a level says."""
+    def roll_out_and_train(self, number: int, sleeps: Sleep, level: int) -> None:
+        """Make an RL step by hand, from whose middle on something else sleeps."""
         name = f"rollout {number}"
-        self.set_sleep_level(level)
         self.policy.timer.take()
         with self.engine.awake(self.refit, self.policy.sleeper):
             check(f"{name}: refit is bitwise a full gather", True)
             value(f"{name}: device, engine awake", used_gib(), "GiB")
             num, length = (4, 6) if SMALL else (32, 64)
             trajectories = self.generate(name, num, self.sampling(length))
+            self.set_sleep(sleeps, level)
         value(f"{name}: device, engine asleep", used_gib(), "GiB")
         for phase, seconds in self.policy.timer.take().items():
             value(f"{name}: {phase}", 1e3 * seconds, "ms, of the refit with its check")
@@ -209,10 +223,12 @@ class Stage:
         note = f"mean {mean:.3g}, worst {float(distance.max()):.3g}, limit {limit}"
         check(f"{name}: engine's log-probs are the trainer's", mean < limit, note)
 
-    def time_refits(self) -> None:
-        """Measure refits without their check."""
+    def time_refits(self, sleeps: Sleep) -> None:
+        """Measure refits without their check, and what sleeps around them."""
         self.refit.check = False
-        self.set_sleep_level(2)
+        with self.engine.awake(self.refit, self.policy.sleeper):
+            self.set_sleep(sleeps)
+        self.policy.timer.take()
         times = []
         for _ in range(4):
             with self.engine.awake(self.refit, self.policy.sleeper):
@@ -223,11 +239,11 @@ class Stage:
             num_bytes += p.numel() * (p.element_size() + self.refit.dtypes[name].itemsize)
         for phase in times[-1]:
             seconds = statistics.median(time[phase] for time in times[1:])
-            value(phase, 1e3 * seconds, "ms")
+            value(f"{sleeps} sleeps: {phase}", 1e3 * seconds, "ms")
             if phase == "refit":
                 value("refit, read and written", num_bytes / seconds / 1e9, "GB/s")
 
-    def sleep_often(self) -> None:
+    def sleep_often(self, sleeps: Sleep) -> None:
         """Check that the allocator loses nothing (vLLM's issue 36651)."""
         num = 2 if SMALL else 20
         used = []
@@ -236,7 +252,8 @@ class Stage:
                 pass
             used.append(used_gib())
         note = f"{used[0]:.2f} GiB asleep, then {used[-1]:.2f}"
-        check(f"{num} sleeps and wakes keep the memory", used[-1] - used[0] < 0.1, note)
+        is_same = used[-1] - used[0] < 0.1
+        check(f"{num} times {sleeps} sleeps and wakes, and keeps the memory", is_same, note)
         if ON_GPU:
             reserved = torch.cuda.memory_reserved() / GIB
             value("asleep: torch says reserved", reserved, "GiB; it counts what vLLM has unmapped")
@@ -314,13 +331,14 @@ def main(args: Arguments) -> None:
             stage.describe_engine()
         with part("first sleep of the engine"):
             stage.sleep_first()
-        for number, level in enumerate((2, 0) if SMALL else (2, 2, 1, 0)):
-            with part(f"rollout {number}, sleep level {level} after it"):
-                stage.roll_out_and_train(number, level)
-        with part("refits"):
-            stage.time_refits()
-        with part("many sleeps"):
-            stage.sleep_often()
+        for number, (sleeps, level) in enumerate(ROLLOUTS[: 2 if SMALL else None]):
+            with part(f"rollout {number}, then {sleeps} sleeps at level {level}"):
+                stage.roll_out_and_train(number, sleeps, level)
+        for sleeps in MODES:
+            with part(f"refits while {sleeps} sleeps"):
+                stage.time_refits(sleeps)
+            with part(f"many times {sleeps} sleeps"):
+                stage.sleep_often(sleeps)
         with part("seeds and sampling"):
             stage.sample_again()
         with part("schedulers"):
