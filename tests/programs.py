@@ -26,6 +26,8 @@ from harness import PRELOAD
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart_rl.yaml"
+# A few of the quickstart's words: to make its 20,000 takes a rank a second.
+WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
 # The environment of a program that takes its CPU for one with AVX2 and nothing newer.
 AVX2 = {
     "PYTHONPATH": f"{ROOT / 'tests' / 'avx2'}:{ROOT}",
@@ -134,15 +136,21 @@ def alone(module: str, flags: list[object], log: Path) -> Running:
 
 
 def fork(
-    module: str, flags: list[object], log: Path, seconds: float = 120, world: int = 0
+    module: str,
+    flags: list[object],
+    log: Path,
+    seconds: float = 120,
+    world: int = 0,
+    text: str = "",
 ) -> Ended:
-    """`python -m module flags`, or with the environment that torchrun gives to each of `world`
-    ranks. The exit code is that of the first that failed."""
+    """`python -m module flags < text`, or with the environment that torchrun gives to each of
+    `world` ranks. The exit code is that of the first that failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     log.mkdir(parents=True, exist_ok=True)
     for name in STREAMS:
         (log / name).write_text("")
+    (log / "in.txt").write_text(text)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         common = {
@@ -188,6 +196,7 @@ def _main(module: str, flags: list[str], log: str, env: dict[str, str]) -> None:
     os.environ.update(env)
     for stream, name in enumerate(STREAMS, start=1):
         os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_APPEND), stream)
+    sys.stdin = open(f"{log}/in.txt")  # noqa: SIM115 (open as long as the process is)
     sys.argv = [module, *flags]
     with warnings.catch_warnings():
         warnings.simplefilter(

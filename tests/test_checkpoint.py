@@ -30,7 +30,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.train.policy import Policy
-from programs import alone, fork
+from programs import fork
 from run_folders import newest_checkpoint, save_config
 from sharded import whole
 from test_gradients import batches_of, exact_norm, trajectories
@@ -451,7 +451,7 @@ def export_as_told(mesh, *values):
 def test_export_of_a_checkpoint(tmp_path):
     folder, run = tiny.make(tmp_path / "model", "qwen3", tied=True), tmp_path / "run"
     ranks(2, train_and_save, folder, run, True)
-    ended = alone("minirl.checkpoint", ["export", run], tmp_path / "log").end(120)
+    ended = fork("minirl.checkpoint", ["export", run], tmp_path / "log")
     assert ended.code == 0, ended.err
     assert ended.out.strip() == str(run / "model-step-4") and "warn" not in ended.err.lower()
     ranks(2, export_as_told, ("run", str(run)), ("best", True), ("output", str(tmp_path / "best")))

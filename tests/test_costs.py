@@ -2,6 +2,9 @@
 
 `python -m benchmarks.dryrun.compare` has all cases."""
 
+import json
+from unittest import mock
+
 import pytest
 from transformers import (
     Gemma2Config,
@@ -13,9 +16,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.dryrun import extrapolate
 from benchmarks.dryrun.compare import CASES, compare
 from benchmarks.dryrun.extrapolate import layer_counts
 from benchmarks.dryrun.pretend import compiler
+from programs import fork
 
 SOME = (
     "tensor 4, sequence",
@@ -27,11 +32,19 @@ SOME = (
 
 
 @pytest.fixture(scope="module")
-def found():
-    """The differences of all cases, from one process."""
+def found(tmp_path_factory):
+    """The differences of all cases, from one process: a fork, where torch has been imported."""
     if not compiler():
         pytest.skip("a dry run needs g++, which is not installed")
-    return compare(list(SOME))
+    log = tmp_path_factory.mktemp("log")
+
+    def run_jobs(jobs):
+        ended = fork("benchmarks.dryrun.jobs", [], log, 500, text=json.dumps(jobs))
+        assert ended.code == 0, ended.err
+        return json.loads(ended.out)
+
+    with mock.patch.object(extrapolate, "run_jobs", run_jobs):
+        return compare(list(SOME))
 
 
 @pytest.mark.parametrize("name", SOME)

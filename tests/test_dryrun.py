@@ -31,7 +31,7 @@ from minirl.parallel import fsdp
 from minirl.parallel.regions import local_region
 from minirl.plan.cards import CARDS
 from minirl.train.policy import Policy
-from programs import ROOT
+from programs import ROOT, fork
 
 NUM_LAYERS = 2
 LOAD = {"tokens": 256, "sequence": 64, "prompt": 16, "num_micro": 1}
@@ -234,9 +234,11 @@ def results(models):
         family = "qwen2_vl" if "image" in name else "qwen3"
         folder = model_folder(models, family, False)
         jobs[name] = {"folder": str(folder), "load": LOAD} | settings
-    done = dry_run(list(jobs.values()))
-    assert done.returncode == 0, done.stderr
-    return dict(zip(jobs, json.loads(done.stdout), strict=True))
+    # In a fork, where torch has been imported.
+    text = json.dumps(list(jobs.values()))
+    done = fork("benchmarks.dryrun.jobs", [], models / "log", 500, text=text)
+    assert done.code == 0, done.err
+    return dict(zip(jobs, json.loads(done.out), strict=True))
 
 
 def shapes_of(folder, kind):

@@ -26,7 +26,7 @@ from minirl.config.validate import resolve_dtypes, resolve_learning_rates, resol
 from minirl.rl import Trainer
 from minirl.run import inputs
 from nodes import Job, Node
-from programs import QUICKSTART, ROOT, Ended, alone, as_flags, fork, torchrun
+from programs import QUICKSTART, ROOT, Ended, as_flags, fork, torchrun
 from test_preference import export_scored
 
 NUM_STEPS, SAVED = 10, 5
@@ -89,17 +89,17 @@ def flags(data: Path, output: Path) -> list[str]:
         --config {QUICKSTART} --output {output} --data.train {data}/train.jsonl
         --data.eval {data}/held_out.jsonl --num-steps {NUM_STEPS} --sft.num-steps 30
         --eval.every {SAVED} --eval.temperature 0 --checkpoint.every {SAVED}
-        --checkpoint.best-metric accuracy --debug.check-refit
+        --checkpoint.best-metric accuracy --debug.check-refit --rollout.prompts-per-step 8
     """)
     return [str(flag) for flag in given]
 
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory) -> Run:
-    """Start to end, undisturbed."""
+    """Start to end, undisturbed. The same run under an agent of torchrun is `repeated`."""
     folder = tmp_path_factory.mktemp("run")
     given = flags(data, folder / "out")
-    return Run(folder / "out", given, torchrun("minirl.rl", given, folder).end(300))
+    return Run(folder / "out", given, fork("minirl.rl", given, folder, 300, world=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,10 +377,9 @@ def test_evaluate_the_exported_model(run, data, tmp_path):
         --rollout.max-tokens 10 --engine.dtype float32 --engine.kv-cache-gb 0.1
         --eval.temperature 0 --eval.samples 2
     """)
-    running = alone(
-        "minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one"
-    )
-    two, one = fork("minirl.evaluate", given, tmp_path / "two", 200, world=2), running.end(200)
+    file = ["--output", tmp_path / "one.json"]
+    one = fork("minirl.evaluate", [*given, *file], tmp_path / "one", 200)
+    two = fork("minirl.evaluate", given, tmp_path / "two", 200, world=2)
     assert one.code == two.code == 0, one.err + two.err
     result, other = json.loads(one.out), json.loads(two.out)
     assert abs(result["reward/model"]) > 1e-3 and other.pop("reward/model") == pytest.approx(

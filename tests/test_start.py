@@ -20,6 +20,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
+from nodes import Job, Node
 from programs import QUICKSTART, ROOT, Ended, torchrun
 
 CLASSES = (
@@ -231,15 +232,21 @@ CASES = {  # case -> flags, the reason in torchrun's report, the exit code of it
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_torchrun_ends_with_the_reason(case, tmp_path):
+def test_torchrun_ends_with_the_reason(case, tmp_path, monkeypatch):
+    """One under torchrun as it is, the others under an agent of it whose ranks are forks."""
     flags, reason, code = CASES[case]
     (tmp_path / "user_program.py").write_text(USER_PROGRAM)
     tiny.make(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}))
     words = ["--model", str(tmp_path / "model"), "--data.eval", str(tmp_path / "rows.jsonl")]
-    env = {"CASE": case, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    running = torchrun("user_program", [*words, *flags.split()], tmp_path / "log", env)
-    ended = running.end(300)
+    words += flags.split()
+    if case == "one finds it":
+        env = {"CASE": case, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        ended = torchrun("user_program", words, tmp_path / "log", env).end(300)
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+        node = Node("127.0.0.1", tmp_path, environment={"CASE": case})
+        ended = Job([node], "user_program", [words], tmp_path / "log").end(300)
     assert ended.code == 1
 
     # Nothing but torchrun's report, of one rank.

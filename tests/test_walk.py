@@ -1,13 +1,18 @@
-"""The walk through one GRPO step: started as a user does, it must agree with plain PyTorch, name
-the code that it shows, and show the difference that each broken rule makes."""
+"""The walk through one GRPO step: it must agree with plain PyTorch, name the code that it
+shows, and show the difference that each broken rule makes."""
 
 import re
+import runpy
+import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run
 
-from programs import ROOT, Ended, Running
+from programs import ROOT, Ended, fork
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="two ranks with a CPU engine each"
@@ -17,14 +22,34 @@ BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory) -> Ended:
-    """As a user starts it, with every rule broken in turn. Plain PyTorch agrees afterwards, so the
-    broken ones have changed nothing."""
-    folder = tmp_path_factory.mktemp("walk")
-    (folder / "temporary").mkdir()
-    command = [sys.executable, "-m", "minirl.walk", "--break", *BREAKS]
-    ended = Running(command, folder, {"TMPDIR": str(folder / "temporary")}).end(300)
-    assert not list((folder / "temporary").iterdir()), "it leaves nothing on the disk"
-    return ended
+    """With every rule broken in turn. Plain PyTorch agrees afterwards, so the broken ones have
+    changed nothing."""
+    log = tmp_path_factory.mktemp("walk")
+    return fork("minirl.walk", ["--break", *BREAKS], log, 300, world=2)
+
+
+def test_it_starts_its_two_ranks_itself(monkeypatch):
+    """Under torchrun, whose files are in a temporary folder; it leaves nothing on the disk."""
+    started = []
+
+    def start(command, env):
+        assert list(Path(env["TMPDIR"]).iterdir()) == []
+        started.append((command, env))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["walk", "--break", *BREAKS])
+    with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # another test has imported it
+        runpy.run_module("minirl.walk", run_name="__main__")
+    assert stop.value.code == 3  # torchrun's
+    ((command, env),) = started
+    assert not Path(env["TMPDIR"]).exists()
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    config, _, program = run.config_from_args(run.parse_args(command[3:]))
+    assert config.nproc_per_node == 2
+    assert program[-6:] == ["-m", "minirl.walk", "--break", *BREAKS]
 
 
 def pairs(text: str, left: str, right: str) -> dict[str, tuple[float, float]]:
