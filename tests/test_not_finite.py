@@ -24,7 +24,7 @@ from minirl.rl import Trainer
 from minirl.run.metrics import LIMITS, MismatchWatch
 from minirl.train import policy as policy_module
 from minirl.train.policy import Policy
-from programs import QUICKSTART, fork
+from programs import QUICKSTART, WORDS, fork
 from test_gradients import batches_of, trajectories
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -258,6 +258,7 @@ def test_a_run_whose_engine_has_other_weights_ends(tmp_path):
         "--num-steps": 2,
         "--sft.num-steps": 2,
         "--eval.every": 0,
+        "--data.train": WORDS,
         "--data.held-out": 4,
         "--rollout.prompts-per-step": 2,
         "--rollout.samples-per-prompt": 2,

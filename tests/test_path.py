@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sizes
-from programs import QUICKSTART, ROOT, fork
+from programs import QUICKSTART, ROOT, WORDS, fork
 from test_readme import printed
 
 # Bounds, as they were reached. They may only fall.
@@ -65,6 +65,7 @@ def entered(tmp_path_factory) -> set[Path]:
         "--sft.num-steps": 0,
         "--eval.every": 0,
         "--checkpoint.every": 0,
+        "--data.train": WORDS,
         "--data.held-out": 2,
         "--rollout.prompts-per-step": 4,
         "--rollout.samples-per-prompt": 4,

@@ -41,9 +41,8 @@ from minirl.run.inputs import find_other_model
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.frozen import RewardModel
 from minirl.types.packed import Trajectory
-from programs import ROOT, as_flags
+from programs import ROOT, WORDS, as_flags
 
-WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
 SCRATCH = [
     *as_flags("""
     --policy.model scratch --policy.dtype float32 --policy.scratch.phrases

@@ -31,7 +31,7 @@ from minirl.view import server
 from minirl.view.__main__ import main
 from minirl.view.run import KILLED, Run, parse_query, read_lines, to_json
 from minirl.view.trajectories import Table, token_texts
-from programs import QUICKSTART, ROOT, fork
+from programs import QUICKSTART, ROOT, WORDS, fork
 from run_folders import save_config
 
 SECONDS = 60_000  # Of the browser, in ms: machines are slow.
@@ -53,7 +53,8 @@ def real(tmp_path_factory) -> Path:
         "    return sum(letter in 'aeiou' for letter in completion) / 10\n"
     )
     flags = ["--config", QUICKSTART, "--output", output, "--num-steps", 2, "--sft.num-steps", 4]
-    flags += ["--data.held-out", 4, "--eval.every", 1, "--rollout.prompts-per-step", 4]
+    flags += ["--data.train", WORDS, "--data.held-out", 4, "--eval.every", 1]
+    flags += ["--rollout.prompts-per-step", 4]
     flags += ["--rollout.samples-per-prompt", 4, "--rollout.dump", "--tokens-per-rank", 256]
     flags += ["--reward.function", f"{reward}:vowels"]
     ended = fork("minirl.rl", flags, output.parent / "log", 300, world=2)

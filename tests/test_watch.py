@@ -17,7 +17,7 @@ from minirl.config.supervised import SFTConfig
 from minirl.run import log, results
 from minirl.run.trackers import Wandb
 from minirl.supervise import watch
-from programs import QUICKSTART, alone, fork
+from programs import QUICKSTART, WORDS, alone, fork
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")
 SECONDS = 300
@@ -39,7 +39,8 @@ def fails_later(prompt, completion, row):
 def flags(folder: Path, function: str, *more: object) -> list[object]:
     (folder / "reward.py").write_text(REWARD)
     given = ["--config", QUICKSTART, "--output", folder / "run", "--sft.num-steps", 0]
-    given += ["--data.held-out", 4, "--eval.every", 1, "--rollout.prompts-per-step", 2]
+    given += ["--data.train", WORDS, "--data.held-out", 4, "--eval.every", 1]
+    given += ["--rollout.prompts-per-step", 2]
     given += ["--rollout.samples-per-prompt", 4, "--log.samples", 2]
     return [*given, "--reward.function", f"{folder}/reward.py:{function}", *more]
 
