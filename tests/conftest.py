@@ -3,6 +3,7 @@ import gc
 import os
 import re
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,10 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
+# Engines of ranks that are killed, or that nobody closes, leave the files of their sockets. A
+# socket's path is of 107 characters at most, and `tmp_path` has many.
+SOCKETS = tempfile.TemporaryDirectory(prefix="sockets-", ignore_cleanup_errors=True)
+os.environ["VLLM_RPC_BASE_PATH"] = SOCKETS.name
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The last thing that a worker does, behind what libraries do at the end: to free all that it
@@ -35,6 +40,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # Libraries count what is left at the end.
+    SOCKETS.cleanup()
 
 
 @pytest.hookimpl(optionalhook=True)  # of a plugin that may not be installed
