@@ -87,6 +87,8 @@ class Load:
     """Of the prompts of each figure."""
     seconds: float = 0.25
     """That a slow environment takes for a reply."""
+    small: bool = False
+    """Answers of a sixteenth of the tokens: everything is called, and the figures mean nothing."""
     check: bool = False
 
 
@@ -164,6 +166,8 @@ class Bench:
         self.load = load
         self.mesh = mesh
         self.num_samplers = 0
+        self.shorter = 16 if load.small else 1  # times, of each answer
+        self.num_tokens = NUM_TOKENS // self.shorter
         cfg = ScratchConfig(
             hidden_size=load.hidden_size,
             num_layers=load.num_layers,
@@ -271,7 +275,7 @@ class Bench:
             prompt = t.tokens[: int(t.sampled.argmax())].tolist()
             prompts.append(TokensPrompt(prompt_token_ids=prompt))
             one = SamplingParams(
-                max_tokens=NUM_TOKENS,
+                max_tokens=self.num_tokens,
                 temperature=1.0,
                 seed=sample_seed(0, t.group, t.episode, 0),
                 logprobs=0,
@@ -292,7 +296,7 @@ def environments(bench: Bench) -> list[Figure]:
     """Compare slow environments with what they would cost if nothing else took time."""
     rng = np.random.default_rng(0)
     num = bench.num_prompts(64)
-    lengths = rng.integers(48, 97, (num, TURNS - 1)).tolist()
+    lengths = rng.integers(48, 97, (num, TURNS - 1)) // bench.shorter
     per_rank = num // bench.mesh.world_size
     seconds = bench.load.seconds
     in_thread, on_loop = partial(Slow, seconds), partial(SlowAsync, seconds)
@@ -301,7 +305,13 @@ def environments(bench: Bench) -> list[Figure]:
         "in 8 threads": (in_thread, 8),
         "async": (on_loop, per_rank),
     }
-    play = partial(bench.collect, lengths=lengths, num_samples=1, tickets="pull", first=72)
+    play = partial(
+        bench.collect,
+        lengths=lengths.tolist(),
+        num_samples=1,
+        tickets="pull",
+        first=72 // bench.shorter,
+    )
     alone: list[Times] = []
     slow: dict[str, list[Times]] = {name: [] for name in cases}
     for _ in range(bench.load.repeats):
@@ -335,7 +345,7 @@ def pull(bench: Bench) -> list[Figure]:
     draws = bench.load.repeats + 1
     for draw in range(draws):
         samples = np.random.default_rng(draw).lognormal(np.log(16), 1.0, (num, 1))
-        lengths = samples.clip(1, 256).astype(int).tolist()
+        lengths = samples.clip(1, 256 // bench.shorter).astype(int).tolist()
         for tickets in kinds:
             _, times = bench.collect(
                 partial(SlowAsync, 0.0), lengths, NUM_SAMPLES, tickets=tickets, max_num_seqs=8
@@ -357,7 +367,7 @@ def machinery(bench: Bench) -> list[Figure]:
     for _ in range(bench.load.repeats + 1):
         bench.engine.llm.reset_prefix_cache()
         trajectories, episodes = bench.collect(
-            SingleTurn, no_more, NUM_SAMPLES, tickets="round_robin", first=NUM_TOKENS
+            SingleTurn, no_more, NUM_SAMPLES, tickets="round_robin", first=bench.num_tokens
         )
         num_tokens, same, batch = bench.static_batch(trajectories)
         total = sum(bench.mesh.gather(num_tokens))

@@ -43,7 +43,7 @@ LOADS = {
     "rollout": (
         2,
         ["--hidden-size", 64, "--num-layers", 1, "--repeats", 1, "--share", 0.03]
-        + ["--seconds", 0.01],
+        + ["--seconds", 0.01, "--small"],
     ),
     "long": (
         0,
