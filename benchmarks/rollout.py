@@ -438,7 +438,11 @@ def host(bench: Bench) -> list[Figure]:
         for _ in range(bench.load.repeats + 1):
             bench.engine.llm.reset_prefix_cache()
             trajectories, times = bench.collect(
-                SingleTurn, no_more, NUM_SAMPLES, tickets="round_robin", first=NUM_HOST_TOKENS
+                SingleTurn,
+                no_more,
+                NUM_SAMPLES,
+                tickets="round_robin",
+                first=NUM_HOST_TOKENS // bench.shorter,
             )
             num_tokens = sum(int(t.sampled.sum()) for t in trajectories)
             costs.append(1e6 * times.cpu / num_tokens)
