@@ -164,12 +164,11 @@ MESHES = {
     "dp 2 x tp 2": (4, ParallelConfig(tensor=2)),
     "dp 2 x cp 2": (4, ParallelConfig(context=2)),
     "cp 2 x tp 2": (4, ParallelConfig(context=2, tensor=2)),
-    "cp 2 x tp 2, ring": (4, ParallelConfig(context=2, context_engine="ring", tensor=2)),
     "hsdp 2 x 2": (4, ParallelConfig(replicate=2)),
     "hsdp 2 x cp 2, ring": (4, ParallelConfig(replicate=2, context=2, context_engine="ring")),
     "hsdp 2 x 2 x tp 2": (8, ParallelConfig(replicate=2, tensor=2)),
     "hsdp 2 x cp 2 x tp 2": (8, ParallelConfig(replicate=2, context=2, tensor=2)),
-    "dp 2 x cp 2 x tp 2": (8, ParallelConfig(context=2, tensor=2)),
+    # The ring with tensor parallelism, and all three axes; with all_gather, each two of them.
     "dp 2 x cp 2 x tp 2, ring": (8, ParallelConfig(context=2, context_engine="ring", tensor=2)),
 }
 MODELS = {  # name: family, tied
