@@ -721,6 +721,7 @@ def test_the_memory_of_a_gpu_is_explained(unmapped):
     assert "rank 0 in phase backward: the GPU's memory is used up: tried to allocate" in text
     assert "Of 80.0 GiB, 1.0 are free; this rank's tensors have 40.0, what torch keeps" in text
     assert "them 10.0, and engine, CUDA and other processes 29.0. Lower tokens_per_rank" in text
+    assert "engine.sleep all" in text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from minirl.batch.packing import pack
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
-from minirl.engine import patches
+from minirl.engine import compat, patches
 from minirl.engine.engine import RolloutEngine
 from minirl.model import attention, experts, flash, fused
 from minirl.model.attention import Attention, attend, packed_attention
@@ -264,7 +264,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(device, size):
         assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def refit_and_sample(mesh, folder):
+def refit_and_sample(mesh, folder, sleep):
     """The mean difference of log-probs of two rollouts, and GiB while the engine sleeps."""
     from minirl.config.rl import RefitConfig
     from minirl.config.shared import (
@@ -281,10 +281,13 @@ def refit_and_sample(mesh, folder):
     from minirl.rewards.loading import make_rewards
     from minirl.rollout.sampler import Sampler
 
-    policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh)
+    policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh, offloads=sleep == "all")
     on_cpu = mesh.device.type == "cpu"
     cfg = EngineConfig(
-        max_model_len=128, gpu_memory_utilization=0.3, kv_cache_gb=0.05 if on_cpu else None
+        max_model_len=128,
+        gpu_memory_utilization=0.3,
+        kv_cache_gb=0.05 if on_cpu else 0.0,
+        sleep=sleep,
     )
     timer = Timer(mesh.device)
     engine = RolloutEngine(cfg, folder, mesh, dtype="bfloat16", timer=timer)
@@ -319,16 +322,23 @@ def refit_and_sample(mesh, folder):
     return differences, memory
 
 
-def test_sleep_refit_and_logprobs(device, tmp_path):
-    """Engine asleep at level 2 between two refits: weights gone and written anew, log-probs still
-    the trainer's; and its memory is not counted then."""
+ON_GPU = torch.cuda.is_available()
+
+
+# On a CPU nothing sleeps.
+@pytest.mark.parametrize("sleep", ["none", "cache", "engine", "all"] if ON_GPU else ["all"])
+def test_sleep_refit_and_logprobs(device, tmp_path, sleep):
+    """Engine asleep between two refits: what sleeps is gone and written anew, log-probs still the
+    trainer's; and its memory is not counted then."""
     sizes = {"hidden_size": 256, "head_dim": 64} if device.type == "cuda" else {}
     folder = tiny.make(tmp_path / "model", dtype=torch.bfloat16, **sizes)
-    differences, memory = on(device, refit_and_sample, folder)
+    differences, memory = on(device, refit_and_sample, folder, sleep)
     assert 0 < max(differences) < 0.03
     if device.type == "cuda":
         total = torch.cuda.mem_get_info()[1] / 2**30
-        assert 0 < memory["asleep_allocated"] < memory["asleep_reserved"] < 0.1 * total
+        kept = memory["asleep_reserved"]
+        assert 0 < memory["asleep_allocated"] < kept
+        assert kept > 0.2 * total if sleep == "none" else kept < 0.1 * total
         assert 0.2 * total < memory["sleep_wake_reserved"] < total
 
 
@@ -673,6 +683,15 @@ class SleepingLLM:
         for tag in tags:
             self.blocks[tag].is_asleep = False
 
+    def collective_rpc(self, name, args):
+        """What a worker is asked for directly."""
+        if name == "wake_up":
+            self.wake_up(*args)
+        else:
+            assert name == "discard"
+            for tag in args[0]:
+                self.blocks[tag].is_asleep = True
+
     def reset_prefix_cache(self):
         return True
 
@@ -681,6 +700,7 @@ def engine_of(llm, timer):
     """An engine on a device that is not there."""
     engine = object.__new__(RolloutEngine)
     engine.llm = llm
+    llm.llm_engine = SimpleNamespace(model_executor=llm)
     engine.timer = timer
     engine.on_cuda = True
     engine.vision = None
@@ -691,6 +711,71 @@ def engine_of(llm, timer):
     engine._asleep = ()
     timer.unmapped_bytes = engine.unmapped_bytes
     return engine
+
+
+# What is asleep of the engine while the trainer works, and of the trainer while the engine works.
+ASLEEP = {
+    "none": ([], []),
+    "cache": (["kv_cache"], []),
+    "engine": (["weights", "kv_cache"], []),
+    "all": (["weights", "kv_cache"], ["parameters", "state"]),
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("sleeps", ASLEEP)
+def test_what_sleeps_in_each_mode(device, monkeypatch, sleeps, is_old):
+    """Twice: also what woke sleeps again. What stays makes torch free nothing that it keeps."""
+    DeviceMemory(monkeypatch)
+    emptied = []
+    barriers = []
+    unmapped = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(compat, "is_old", lambda: is_old)
+    monkeypatch.setattr(cumem, "unmap_and_release", unmapped.append)
+    llm = SleepingLLM(monkeypatch, {"weights": 3 * 2**30, "kv_cache": 60 * 2**30})
+    engine = engine_of(llm, Timer(torch.device("cpu")))
+    engine.sleeps = sleeps
+    engine.mesh = SimpleNamespace(barrier=lambda: barriers.append(1))
+    model = torch.nn.Linear(3, 5, bias=False, device=device)
+    state = torch.randn(7, device=device)
+    sleeper = Sleeper(model, set(), lambda: [state], active=sleeps == "all")
+    sleeper.active = sleeps == "all"  # As it is on CUDA.
+    wanted = [t.detach().clone() for t in (model.weight, state)]
+
+    def asleep():
+        of_engine = [tag for tag, block in llm.blocks.items() if block.is_asleep]
+        tensors = {"parameters": model.weight, "state": state}
+        return of_engine, [name for name, t in tensors.items() if not stored([t])]
+
+    of_engine, of_trainer = ASLEEP[sleeps]
+    for number in range(2):
+        with engine.awake(lambda: None, sleeper):
+            assert asleep() == ([], of_trainer)
+        assert asleep() == (of_engine, [name for name in of_trainer if name == "state"])
+        assert engine.unmapped_bytes() == sum(llm.blocks[tag].handle[1] for tag in of_engine)
+        # A first engine is awake already.
+        assert len(barriers) == number * bool(of_engine)
+        assert bool(emptied) == (sleeps == "all")
+        sleeper.wake_optimizer()
+        assert all(torch.equal(t, w) for t, w in zip((model.weight, state), wanted, strict=True))
+    assert len(unmapped) == 2 * (sleeps == "cache" and is_old)
+
+
+def test_what_torch_keeps_of_the_trainer_goes_where_the_cache_needs_it(monkeypatch):
+    memory = DeviceMemory(monkeypatch)
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(compat, "is_old", lambda: False)
+    llm = SleepingLLM(monkeypatch, {"weights": 3 * 2**30, "kv_cache": 20 * 2**30})
+    engine = engine_of(llm, Timer(torch.device("cpu")))
+    engine.sleeps = "cache"
+    sleeper = Sleeper(torch.nn.Linear(3, 5), set(), list, active=False)
+    for reserved, times in ((50, 0), (70, 1)):  # GiB of 80.
+        engine.sleep()
+        memory.reserved = reserved * 2**30
+        with engine.awake(lambda: None, sleeper):
+            assert len(emptied) == times
 
 
 def test_memory_that_a_sleeping_engine_has_given_back_is_not_counted(monkeypatch):

@@ -135,6 +135,6 @@ def discard_cache(executor: Any) -> None:
     from vllm.device_allocator import cumem
 
     for block in cumem.CuMemAllocator.get_instance().pointer_to_data.values():
-        if block.tag == "kv_cache":
+        if block.tag == "kv_cache" and not block.is_asleep:
             cumem.unmap_and_release(block.handle)
             block.is_asleep = True

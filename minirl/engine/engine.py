@@ -364,7 +364,7 @@ class RolloutEngine:
         # A phase by itself: what is awake before is not there after it (`Timer`).
         with self.timer.phase("sleep_wake"):
             if self.sleeps == "cache":
-                compat.discard_cache(self._executor)
+                compat.discard_cache(self.llm.llm_engine.model_executor)
                 self._asleep = ("kv_cache",)
             else:
                 self._sleep_whole()
@@ -380,10 +380,6 @@ class RolloutEngine:
             remedy = _memory_remedy(error)
             raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
 
-    @property
-    def _executor(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core.model_executor
-
     def _wake(self, tag: str) -> None:
         """Let vLLM map again what it calls by this tag, if it is asleep."""
         if tag not in self._asleep:
@@ -392,7 +388,7 @@ class RolloutEngine:
             if torch.cuda.mem_get_info()[0] < self.unmapped_bytes():
                 torch.cuda.empty_cache()  # What torch keeps of the trainer's.
             if self.sleeps == "cache":  # Of which vLLM's `LLM` does not know.
-                self._executor.collective_rpc("wake_up", args=([tag],))
+                self.llm.llm_engine.model_executor.collective_rpc("wake_up", args=([tag],))
             else:
                 self.llm.wake_up([tag])
 

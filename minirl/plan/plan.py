@@ -200,7 +200,8 @@ class Engine:
         self.card = card
         self.model = workload.models["policy"]
         self.ranks = cfg.tensor_parallel_size
-        element = 4 if cfg.dtype == "float32" else 2
+        dtype: str = workload.cfg.policy.dtype if cfg.dtype == "auto" else cfg.dtype
+        element = 4 if dtype in ("float32", "float64") else 2
         self.weights = self.model.parameters * element / self.ranks  # Bytes, as the next.
         self.on_host = self.weights * (cfg.sleep_level == 1)
         self.graphs = 0.0 if cfg.enforce_eager else GRAPHS
@@ -213,15 +214,19 @@ class Engine:
                 state_size = layer.delta_net.values * layer.delta_net.key_dim
                 of_number = {"float32": 4, "bfloat16": 2, "float16": 2}.get(state, element)
                 self.state_bytes += num * state_size * of_number / self.ranks
+        self.fills_its_share = False  # vLLM measures what is left for the cache.
         # Tokens that take as much as the states of a sequence.
         self.state_tokens = math.ceil(self.state_bytes / self.kv_bytes)
         without_cache = self.weights + ENGINE_WORKSPACE + self.graphs + CONTEXT
         cache = cfg.gpu_memory_utilization * card.memory_gib * GIB - without_cache
+        needed = self._needed_tokens() * self.kv_bytes
         if cfg.kv_cache_gb:
             cache = cfg.kv_cache_gb * GIB
-        elif len(self.model.layers) == 1 and not self.state_bytes:
+        elif len(self.model.layers) == 1 and not self.state_bytes and needed < cache:
             # As large as a step can use. Of layers that differ vLLM decides what a token takes.
-            cache = min(cache, self._needed_tokens() * self.kv_bytes)
+            cache = needed
+        else:
+            self.fills_its_share = True
         self.cache = cache
         self.total = without_cache + cache
         self.kv_tokens = int(cache // self.kv_bytes)
@@ -236,6 +241,8 @@ class Engine:
 
     def config(self, sleep: Sleep) -> EngineConfig:
         """Return its settings for vLLM, which demands that its share is free when it starts."""
+        if self.fills_its_share:
+            return dataclasses.replace(self.cfg, sleep=sleep)
         share = self.total / (self.card.memory_gib * GIB)
         return dataclasses.replace(
             self.cfg,

@@ -219,6 +219,7 @@ class Meter:
         self.progress = progress
         self.began = time.perf_counter()  # Since when the current step is timed.
         self.models: list[ModelSizes] = []  # Those that are trained.
+        self._device_allocations = 0  # Of this process, until the current step began.
         self.peak = 0.0  # Operations a second, of all ranks; 0: no GPU that the planner knows.
         if self.mesh.device.type == "cuda":
             card = cards.named(torch.cuda.get_device_name(self.mesh.device))
@@ -235,6 +236,8 @@ class Meter:
         """Begin the first step: what took time before it is not part of it."""
         self.progress.add(self.timer.take())
         self.began = time.perf_counter()
+        if self.mesh.device.type == "cuda":
+            self._device_allocations = device_allocations(self.mesh.device)
 
     def end_step(self, work: StepWork | None, **tokens: int) -> Metrics:
         """Return the metrics of a step's time, work and memory, and begin the next. Collective.
@@ -244,9 +247,10 @@ class Meter:
             tokens: numbers of tokens on all ranks, by the keys of PHASES_OF_TOKENS.
 
         Returns:
-            The most of any rank: "time/PHASE", "host_gib/*", "gpu_gib/*". "time/idle" are the
-            seconds in which a rank waited for the others; for these also minimum, median and the
-            rank of the maximum. "tokens_per_second/KIND", "total/KIND", and "mfu" on a known GPU.
+            The most of any rank: "time/PHASE", "host_gib/*", "gpu_gib/*",
+            "memory/device_allocations". "time/idle" are the seconds in which a rank waited for the
+            others; for these also minimum, median and the rank of the maximum.
+            "tokens_per_second/KIND", "total/KIND", and "mfu" on a known GPU.
         """
         seconds = self.timer.take()
         now = time.perf_counter()
@@ -272,6 +276,10 @@ class Meter:
 
         gpu_memory = self.timer.take_memory()
         memory = {f"gpu_gib/{name}": value for name, value in gpu_memory.items()}
+        if self.mesh.device.type == "cuda":
+            before = self._device_allocations
+            self._device_allocations = device_allocations(self.mesh.device)
+            memory["memory/device_allocations"] = float(self._device_allocations - before)
         memory = _highest(self.mesh.gather(host_memory() | memory))
         in_run = self.progress.gpu_memory
         for name in gpu_memory:
@@ -283,6 +291,11 @@ def _highest(by_rank: list[dict[str, float]]) -> dict[str, float]:
     """Return the highest number of any rank, by name."""
     names = sorted(set().union(*by_rank))
     return {name: max(on_rank.get(name, 0.0) for on_rank in by_rank) for name in names}
+
+
+def device_allocations(device: torch.device) -> int:
+    """Return how often torch has asked CUDA for memory so far, which is slow."""
+    return torch.cuda.memory_stats(device)["num_device_alloc"]
 
 
 def host_memory() -> dict[str, float]:

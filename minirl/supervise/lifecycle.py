@@ -226,8 +226,9 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             f"free; this rank's tensors have {tensors:.1f}, what torch keeps for them "
             f"{reserved - tensors:.1f}, and engine, CUDA and other processes "
             f"{total - free - reserved:.1f}. Lower tokens_per_rank, set "
-            "policy.activation_checkpointing full, or (if it was the engine) lower "
-            "engine.gpu_memory_utilization; `python -m minirl.plan` shows what takes what"
+            "policy.activation_checkpointing full, in RL engine.sleep all, or (if it was the "
+            "engine) lower engine.gpu_memory_utilization or engine.kv_cache_gb; `python -m "
+            "minirl.plan` shows what takes what"
         )
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
         return (
