@@ -55,8 +55,8 @@ class DecodeScheduler(Scheduler):
     """Schedules each step after the one before has been computed, as vLLM does on CPU.
 
     Attributes:
-        num_ahead: tokens of a request that a step leaves to be sampled when it has been scheduled:
-            0 here, since vLLM counts only those of steps that are scheduled ahead.
+        num_ahead: tokens that a step adds to those of a request that are on their way
+            (`num_output_placeholders`). vLLM counts them only if it schedules steps ahead.
         states: the output processor's requests by vLLM's request id. Before it is set, everything
             goes vLLM's own way.
     """
