@@ -35,7 +35,7 @@ from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import GemmaVision, read_vision
 from minirl.endpoint import open_endpoint
 from minirl.engine import compat, patches
-from minirl.engine.cpu import cpu_build
+from minirl.engine.cpu import cpu_build, prompts
 from minirl.engine.cpu.cpu_build import NOT_ON_CPU
 from minirl.engine.engine import RolloutEngine, Sampling, resolve_num_seqs
 from minirl.envs.registry import make_env
@@ -585,6 +585,54 @@ def test_scheduling_ahead_changes_no_token(lives):
         for i in plain:
             assert plain[i][0] == ahead[i][0] and len(plain[i][0]) == len(plain[i][1]) == 8 + 4 * i
             assert plain[i][1] == pytest.approx(ahead[i][1], abs=1e-5)
+
+
+def answers_to_shared_prompts(mesh, folder):
+    """Answers to two prompts, one longer than a block of the cache, with and without sharing."""
+    engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
+    find = prompts.SharedPrompts.find
+    num_kept = []
+
+    def find_and_count(self, input_ids):
+        rows = find(self, input_ids)
+        if rows is not None:
+            num_kept.append((len(rows.kept), len(rows.place)))
+        return rows
+
+    def sample(name):
+        for i in range(8):
+            sampling = Sampling(max_tokens=6 + i, stop_token_ids=())
+            engine.add(f"{name}-{i}", list(range(10, [15, 50][i % 2])), sampling, seed=i)
+        out = {}
+        while len(out) < 8:
+            for request_id, tokens, logprobs, *_ in engine.step():
+                out[int(request_id.split("-")[1])] = tokens, logprobs
+        assert engine.llm.reset_prefix_cache()
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts.SharedPrompts, "find", find_and_count)
+        shared = sample("shared")
+        patch.setattr(prompts.SharedPrompts, "find", lambda *_: None)
+        return shared, sample("alone"), num_kept
+
+
+def test_a_prompt_of_several_answers_is_computed_once(tmp_path):
+    folder = tiny.make(tmp_path / "model")
+    ((shared, alone, num_kept),) = ranks(1, answers_to_shared_prompts, folder)
+    # Of a prompt of 5 tokens, four times; of one of 40, whole once, and thrice without its block.
+    assert num_kept == [(5 + 40 + 8, 4 * 5 + 40 + 3 * 8)]
+    for i in range(8):
+        assert shared[i][0] == alone[i][0]
+        assert shared[i][1] == pytest.approx(alone[i][1], abs=1e-5)
+
+
+def test_rows_are_equal_after_the_same_blocks_alone():
+    """Three requests with the same tokens: the third follows other blocks."""
+    blocks = np.array([[7, 1], [7, 2], [8, 3]])
+    rows = prompts.distinct_rows(np.array([4, 5] * 3), [0, 2, 4, 6], [6, 6, 6], blocks, 4)
+    assert rows.kept.tolist() == [0, 1, 4, 5] and rows.place.tolist() == [0, 1, 0, 1, 2, 3]
+    assert prompts.distinct_rows(np.array([4, 5]), [0, 1, 2], [1, 1], blocks, 4) is None
 
 
 @pytest.mark.parametrize("ahead", [False, True])

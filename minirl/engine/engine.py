@@ -28,7 +28,7 @@ from minirl.config.shared import FEWEST_SEQS, MOST_SEQS, EngineConfig, Sleep
 from minirl.data.images import rgb
 from minirl.data.vision import GemmaVision, Vision
 from minirl.engine import compat, patches
-from minirl.engine.cpu import cpu_build, packed
+from minirl.engine.cpu import cpu_build, packed, prompts
 from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
 from minirl.engine.routed_experts import ReturnedRoutes, SlotRoutes
 from minirl.parallel.mesh import Mesh
@@ -145,6 +145,9 @@ class RolloutEngine:
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
         self.latent = patches.latent_layers(self.model)
+        if not (self.on_cuda or vision or routes):
+            block_size = self.llm.llm_engine.vllm_config.cache_config.block_size
+            prompts.SharedPrompts(self.model, block_size)
         self.routes: ReturnedRoutes | SlotRoutes | None = None
         if routes and self.on_cuda:
             self.routes = ReturnedRoutes(self.model)

@@ -10,8 +10,10 @@ A copy is made at the first product after `forget`, which follows each refit. So
 share one copy, and an expert that gets no token has none.
 """
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ class _Packed(NamedTuple):
 
 
 _copies: dict[tuple[int, torch.Size], _Packed] = {}  # By address and shape.
+_plain = False  # Whether no copies are used at the moment.
 
 
 def patch_linear() -> None:
@@ -59,7 +62,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
-    if x.dtype != torch.float32 or not 0 < num_rows <= MOST_ROWS:
+    if _plain or x.dtype != torch.float32 or not 0 < num_rows <= MOST_ROWS:
         return linear(x, weight, bias)
     from vllm import _custom_ops as ops
 
@@ -72,6 +75,17 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         rows = pad(rows, (0, 0, 0, padding))
     result = ops.onednn_mm(_copies[key].handler, rows, bias)
     return result[:num_rows].view(*x.shape[:-1], len(weight))
+
+
+@contextlib.contextmanager
+def plain_products() -> Iterator[None]:
+    """Multiply by the plain weights inside the block, however few rows there are."""
+    global _plain
+    _plain = True
+    try:
+        yield
+    finally:
+        _plain = False
 
 
 def patch_head() -> None:
