@@ -558,7 +558,7 @@ def life_of_an_engine(mesh, a, b, ahead):
     overwrite(policy, b)
     assert bool(core.batch_queue) == ahead  # a step after the last answers
     engine.llm.sleep(level=2)
-    engine._asleep = True
+    engine.llm.wake_up()
     with engine.awake(refit, policy.sleeper):
         results["other weights"] = generate(engine, "other")
     overwrite(policy, a)
