@@ -298,7 +298,7 @@ def add_phases(bench: Bench, metrics: Path) -> None:
     """Add medians over all steps of a run but the first."""
     lines = metrics.read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["phase"] == "rl"][1:]
-    units = {"time": "ms", "tokens_per_second": "tokens/s", "gpu_gib": "GiB"}
+    units = {"time": "ms", "tokens_per_second": "tokens/s", "gpu_gib": "GiB", "memory": "times"}
     whole = 0.0
     for name in rows[-1]:
         kind, _, what = name.partition("/")

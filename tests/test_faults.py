@@ -701,7 +701,14 @@ def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):
 
 
 @pytest.mark.parametrize("unmapped", [0, 55 * 2**30])
-def test_the_memory_of_a_gpu_is_explained(unmapped):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 2 GiB"),
+        RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139"),
+    ],
+)
+def test_the_memory_of_a_gpu_is_explained(error, unmapped):
     """torch counts what a sleeping engine has given back. The engine tells the timer, the program's
     timer the watch."""
     memory = {"mem_get_info": (2**30, 80 * 2**30), "memory_allocated": 40 * 2**30 + unmapped}
@@ -717,8 +724,8 @@ def test_the_memory_of_a_gpu_is_explained(unmapped):
     with contextlib.ExitStack() as stack:
         for name, value in memory.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda v=value: v))
-        text = explain(torch.OutOfMemoryError("tried to allocate 2 GiB"), watch, 30, "out")
-    assert "rank 0 in phase backward: the GPU's memory is used up: tried to allocate" in text
+        text = explain(error, watch, 30, "out")
+    assert f"rank 0 in phase backward: the GPU's memory is used up: {error}" in text
     assert "Of 80.0 GiB, 1.0 are free; this rank's tensors have 40.0, what torch keeps" in text
     assert "them 10.0, and engine, CUDA and other processes 29.0. Lower tokens_per_rank" in text
     assert "engine.sleep all" in text

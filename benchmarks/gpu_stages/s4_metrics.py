@@ -15,7 +15,7 @@ from benchmarks.gpu_stages.lib import check, value
 
 NUM_WARMUP = 2  # Steps that do not count: memory of the host is pinned then.
 FINITE = ("reward", "loss", "grad_norm", "mismatch", "answer_tokens")
-KINDS = ("time", "gpu_gib", "tokens_per_second")
+KINDS = ("time", "gpu_gib", "memory", "rollout", "tokens_per_second")
 NAMES = ("mismatch", "refit_bytes", "kv_cache_tokens", "mfu", "utilisation")
 
 

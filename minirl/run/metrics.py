@@ -295,7 +295,7 @@ def _highest(by_rank: list[dict[str, float]]) -> dict[str, float]:
 
 def device_allocations(device: torch.device) -> int:
     """Return how often torch has asked CUDA for memory so far, which is slow."""
-    return torch.cuda.memory_stats(device)["num_device_alloc"]
+    return int(torch.cuda.memory_stats(device)["num_device_alloc"])
 
 
 def host_memory() -> dict[str, float]:

@@ -216,7 +216,9 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
     text = f"{type(error).__name__}: {error}"
     first_line = text.splitlines()[0]
     where = f"rank {watch.rank} in phase {watch.phase()}"
-    if isinstance(error, torch.OutOfMemoryError):
+    # Of vLLM, which maps its memory again.
+    engine_woke_in_vain = "CUDA Error: out of memory" in text
+    if isinstance(error, torch.OutOfMemoryError) or engine_woke_in_vain:
         free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
         unmapped = watch.unmapped_bytes() / 2**30
         tensors = torch.cuda.memory_allocated() / 2**30 - unmapped
