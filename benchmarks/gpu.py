@@ -10,9 +10,9 @@ table. Sections come in the order of their value, and those that `--minutes` do 
 listed. Times are medians, after a warm-up, of the device's time.
 
 Beside them stands what the roofline of minirl.plan says, where it says something: the same calls
-are made on a pretended device, meanwhile. Where that is not possible (it needs g++), the column is
-empty and the last line says why. Writes gpu.json and log.txt to `--out` after each section, and
-prints the table last.
+are made on a pretended device, after all that is measured. Where that is not possible (it needs
+g++), the column is empty and the last line says why. Writes gpu.json and log.txt to `--out` after
+each section, and prints the table last.
 
 device      what the hardware can do: the yardsticks for the rest.
 step-*      forward, backward and optimizer of a model, two micro-batches of 8k rows, packed from
@@ -36,7 +36,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -214,17 +213,16 @@ def run(args: Arguments, folder: Path) -> list[Row]:
     if not (folder / "layers").is_dir():  # the last of the models that it makes for the others
         sys.exit(f"device: {rows[-1]['unit']}")
     on_gpu = any(row["what"].startswith("free memory") for row in rows)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        planned = pool.submit(sections.run, "plan", 60 * args.minutes)
-        for name, limit in limits.items():
-            if name == "device" or name not in (args.sections or limits):
-                continue
-            if name in NEED_GPU and not on_gpu:
-                rows.append(_no_value(name, "needs a GPU"))
-            else:
-                rows += sections.run(name, limit)
-            write(args, with_plan(rows, []))
-    rows = with_plan(rows, planned.result())
+    for name, limit in limits.items():
+        if name == "device" or name not in (args.sections or limits):
+            continue
+        if name in NEED_GPU and not on_gpu:
+            rows.append(_no_value(name, "needs a GPU"))
+        else:
+            rows += sections.run(name, limit)
+        write(args, with_plan(rows, []))
+    # Not beside a section: most of them wait for the host.
+    rows = with_plan(rows, sections.run("plan", 60 * args.minutes))
     write(args, rows)
     return rows
 

@@ -233,10 +233,10 @@ def change_places(bench: Bench, policy: Policy, engine: RolloutEngine, refit: Re
     seconds = defaultdict(list)
     left = 0.0
     for _ in range(4):
-        policy.sleeper.wake_optimizer()
-        policy.timer.take()
         with engine.awake(refit, policy.sleeper):
             left = free_gib() if bench.on_gpu else 0.0
+        with policy.timer.phase("sleep_wake"):
+            policy.sleeper.wake_optimizer()
         for phase, value in policy.timer.take().items():
             seconds[phase].append(value)
     medians = {phase: statistics.median(values[1:]) for phase, values in seconds.items()}

@@ -150,7 +150,7 @@ def test_auto_is_the_fastest_that_fits():
     ]
     room = plans.MOST_USED * plan.card.memory_gib * GIB
     fitting = [o.step_seconds for o in others if not o.lacks and max(o.memory.values()) <= room]
-    assert plan.step_seconds == min(fitting) and len(fitting) < len(others)
+    assert plan.step_seconds <= min(fitting) / plans.LEAST_GAIN and len(fitting) < len(others)
     wide = workload_of(policy__activation_checkpointing="off", tokens_per_rank=16384)
     assert "backward needs" in plan_of(wide, "h100").lacks
 
@@ -190,13 +190,43 @@ def test_nothing_sleeps_that_need_not(name, num_gpus, card, answer, settings, sl
         forced = plan_of(
             workload_on(with_setting(cfg, "engine.sleep", other), num_gpus, fits.MODELS[name]), card
         )
-        assert forced.lacks or forced.step_seconds >= plan.step_seconds
+        assert forced.lacks or forced.step_seconds * plans.LEAST_GAIN >= plan.step_seconds
     engine = plan.engine.config(sleep)
     assert engine.sleep == sleep
     if plan.engine.fills_its_share:
         assert engine.kv_cache_gb == 0  # vLLM measures it.
     else:
         assert engine.kv_cache_gb * GIB >= longest_cache(plan)
+
+
+# Seconds of minirl at 4ae2b3f: `SHORT` on one H100, answers of 256 tokens to prompts of 14.
+MEASURED = {"rollout": 1.447, "sleep_wake": 0.711, "forward": 0.447, "backward": 0.387}
+MEASURED_STEP = 3.141  # With 0.15 s of rewards, preparation and what no phase has.
+MEASURED_CACHE = 614_416  # Tokens.
+
+
+def test_a_step_takes_as_long_as_one_was_measured(monkeypatch):
+    """Everything slept then, vLLM's own scheduler and a head in many kernels were slower."""
+    monkeypatch.setattr(plans, "HOST_SECONDS_PER_STEP", 2.1e-3)
+    monkeypatch.setattr(plans, "HOST_SECONDS_PER_ANSWER", 2.6e-5)
+    monkeypatch.setattr(costs, "LOGIT_BYTES", (36, 26))
+    cfg = fits.job("Qwen3-0.6B")
+    old = {
+        **SHORT,
+        "tokens_per_rank": 16384,
+        "engine__sleep": "all",
+        "engine__kv_cache_gb": MEASURED_CACHE * 28 * 2 * 8 * 128 * 2 / GIB,
+        "policy__activation_checkpointing": "off",
+    }
+    for setting, value in old.items():
+        cfg = with_setting(cfg, setting.replace("__", "."), value)
+    models = read_models(cfg, {"policy": fits.MODELS["Qwen3-0.6B"].to_dict()})
+    plan = plan_of(Workload(cfg, 1, models, prompt=14, answer=256), "h100")
+    assert plan.workload.load.num_micro == 3
+    assert plan.engine.kv_tokens == MEASURED_CACHE
+    found = {phase: plan.seconds[phase] for phase in MEASURED}
+    assert found == pytest.approx(MEASURED, rel=0.15)
+    assert plan.step_seconds == pytest.approx(MEASURED_STEP, rel=0.15)
 
 
 def longest_cache(plan):

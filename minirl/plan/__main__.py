@@ -20,9 +20,9 @@ from minirl.config import validate
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
-from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig, SupervisedConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.plan.cards import CARDS, GIB, REACHED, Card, find_card
-from minirl.plan.plan import CHECKPOINTING, Plan, Workload, make_plan, most, read_models
+from minirl.plan.plan import Plan, Workload, make_plan, most, read_models
 from minirl.plan.sizes import HEADS, read_config
 
 PROGRAMS: dict[str, type[TrainingConfig]] = {
@@ -236,19 +236,16 @@ def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
     """
     cfg = workload.cfg
     load = workload.load
-    longest = cfg.engine.max_model_len if isinstance(cfg, RLConfig) else 0
-    if isinstance(cfg, SupervisedConfig):
-        longest = cfg.data.max_tokens * (2 if load.whole_groups else 1)
-    budgets = [cfg.tokens_per_rank // n for n in (2, 4, 8)]
     sizes = [size for size in SIZES if gpus_per_node % size == 0]
     choices: dict[str, list[Any]] = {
-        "policy.activation_checkpointing": list(CHECKPOINTING),
+        "policy.activation_checkpointing": ["auto"],
         "policy.optimizer_state": ["offload"],
         "policy.accumulate": ["sharded"],
-        "tokens_per_rank": [n for n in budgets if n * cfg.parallel.context >= longest],
+        "tokens_per_rank": [0],
         "parallel.tensor": sizes,
         "parallel.replicate": [1],
         "engine.tensor_parallel_size": sizes if workload.engine else [],
+        "engine.sleep": ["auto"] if workload.engine else [],
         "critic.share_base": [True] if "critic" in workload.models else [],
     }
     for resort in LAST_RESORTS:
@@ -305,6 +302,7 @@ def page(plan: Plan, advised: list[Advice]) -> str:
         f"tensor {parallel.tensor}; a step: {workload.num_sequences:,} sequences of "
         f"{load.prompt:,} + {load.answer:,} tokens, {workload.num_updates} update(s) of "
         f"{load.num_micro} micro-batch(es) of {load.tokens:,} rows a rank",
+        f"{plan.asleep}tokens_per_rank {workload.tokens_per_rank:,}",
         "",
         f"memory, GiB a GPU of {plan.limit / GIB:.1f}: the peak of each phase",
     ]

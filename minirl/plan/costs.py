@@ -28,6 +28,7 @@ GRADIENTS = "gradients"
 GATHERED = "gathered parameters"
 ACTIVATIONS = "activations"
 LOGITS = "logits"
+OF_BACKWARD = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)  # These end with it.
 
 # Elements that kernels between matrix products read and write in forward and in backward, for each
 # one that a layer keeps without checkpointing. Modules of the library work operator by operator;
@@ -327,6 +328,17 @@ class Training:
     # time
 
     @cached_property
+    def head_seconds(self) -> dict[str, float]:
+        """Return what the head takes of the seconds of a forward or backward pass."""
+        product = self.card.computing(2 * self.loss_rows * self.head)
+        logits = self.loss_rows * self.head / self.model.hidden
+        in_forward, in_backward = (self.card.moving(size * logits) for size in LOGIT_BYTES)
+        num_products = 3 if self.head_trained else 2  # Logits are computed again.
+        forward = product + in_forward
+        backward = num_products * product + in_backward
+        return {"annotate": forward, "forward": forward, "backward": backward}
+
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase on the device."""
         model = self.model
@@ -356,19 +368,17 @@ class Training:
                 adapting += num * times * of_row * (m.rank > 0) * self.rows * self.element
         attention = 4 * self.pairs * model.queries / self.tensor / (card.tflops * 1e12)
         forward_attention = attention / REACHED["attention forward"]
-        head = card.computing(2 * self.loss_rows * self.head)
-        logits = self.loss_rows * self.head / model.hidden
-        forward = layers + forward_attention + head
-        forward += card.moving(between[0] + passed + LOGIT_BYTES[0] * logits)
+        forward = layers + forward_attention + card.moving(between[0] + passed)
+        forward += self.head_seconds["forward"]
         if not self.trains:
             return {"annotate": forward}
 
         backward = layers * (1 if model.adapters else 2)
         backward += 2.5 * attention / REACHED["attention backward"]
-        backward += head * (3 if self.head_trained else 2)  # Its logits are computed again.
+        backward += self.head_seconds["backward"]
         # Gradients are cast and added up; by FSDP's reduce-scatter, or whole.
         moved = self.trained_gathered * (16 if self.keeps_whole else 6)
-        moved += between[1] + adapting + passed + LOGIT_BYTES[1] * logits
+        moved += between[1] + adapting + passed
         if self.checkpointing != "off":
             moved += again
         if self.checkpointing == "full":

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
 SLEEP: tuple[Sleep, ...] = ("none", "cache", "engine", "all")  # The fastest first.
 MOST_USED = 0.92  # Share of the card that may be used where what sleeps, or rows, are chosen.
+LEAST_GAIN = 0.99  # Of the seconds of a step, for which more is put to sleep.
 CPU_TOKENS = 16_384  # Rows of a micro-batch on a CPU, which more do not make faster.
 BLOCK = 16  # Tokens of a block of the KV cache.
 SPARE_CACHE = 1.05  # Of the tokens that a step's sequences need.
@@ -37,14 +38,12 @@ GRAPHS = 1.0 * GIB  # The engine's CUDA graphs, which stay while it sleeps.
 ENGINE_WORKSPACE = 1.5 * GIB  # Activations of the engine's largest batch.
 FRAGMENTS = 0.03  # Share of the card that is lost between blocks of memory.
 MERGE_BYTES = 28  # Read and written to merge adapters into a weight for the engine.
-# Seconds of the host: for a step of the engine, for each answer in it, for a layer without graphs,
-# and for a pass through a layer in training; of mapping or unmapping a GiB; and the least that a
-# collective takes.
-HOST_SECONDS_PER_STEP = 1.8e-3
-HOST_SECONDS_PER_ANSWER = 3.5e-6
-HOST_SECONDS_PER_LAYER = 3.5e-3
-MAP_SECONDS = 2.3e-3
-EAGER_SECONDS_PER_LAYER = 2e-4
+# Seconds of the host, which prepares what the device computes meanwhile.
+HOST_SECONDS_PER_STEP = 1.8e-3  # Of the engine,
+HOST_SECONDS_PER_ANSWER = 3.5e-6  # and for each answer in it.
+EAGER_SECONDS_PER_LAYER = 2e-4  # Of the engine without graphs.
+HOST_SECONDS_PER_LAYER = 3.5e-3  # Of a pass in training, however few its rows are.
+MAP_SECONDS = 2.3e-3  # Of mapping or unmapping a GiB.
 SHORTEST_COLLECTIVE = 2e-5
 TRAINS = ("backward", "optimizer")  # Phases in which a critic is trained.
 
@@ -163,23 +162,40 @@ class Workload:
         self.num_on_rank = math.ceil(math.ceil(self.num_sequences / updates) / data_size)
         if not cfg.tokens_per_rank:
             self.load.tokens = longest_of(cfg)
-        self.most_micro = math.ceil(self.num_on_rank / self.load.num_answers)
-        self.load = self._in_micro_batches(self.most_micro)
+        num_micro = math.ceil(self.num_on_rank / self.load.num_answers)
+        self._take(math.ceil(self.num_on_rank / num_micro))
 
-    def _in_micro_batches(self, num_micro: int) -> Load:
-        """Return the load in so many micro-batches of equal size."""
-        rows = self.load.rows(math.ceil(self.num_on_rank / num_micro))
-        return dataclasses.replace(self.load, num_micro=num_micro, tokens=rows)
+    def _take(self, num_answers: int) -> None:
+        """Let a micro-batch hold so many answers."""
+        self.load = dataclasses.replace(
+            self.load,
+            num_micro=math.ceil(self.num_on_rank / num_answers),
+            tokens=self.load.rows(num_answers),
+        )
 
     def choices(self) -> Iterator["Workload"]:
         """Yield what the run may do: with tokens_per_rank = 0 in few micro-batches first."""
-        num_micro = 1 if not self.cfg.tokens_per_rank else self.most_micro
-        while num_micro < self.most_micro:
-            other = copy.copy(self)
-            other.load = self._in_micro_batches(num_micro)
-            yield other
-            num_micro = math.ceil(1.25 * num_micro)
+        if not self.cfg.tokens_per_rank:
+            for num_answers in self._sizes():
+                other = copy.copy(self)
+                other._take(min(num_answers, self.num_on_rank))
+                yield other
         yield self
+
+    def _sizes(self) -> list[int]:
+        """Return how many answers micro-batches of equal size may hold, the most first.
+
+        They are those of whole groups, which `exchange` keeps together where it can, or of a part
+        of a group.
+        """
+        samples = self.load.samples
+        num_groups = math.ceil(self.num_on_rank / samples)
+        sizes = {samples * math.ceil(num_groups / n) for n in range(1, num_groups + 1)}
+        part = 1 if self.load.whole_groups else samples
+        while part > 1:
+            part = math.ceil(part / 2)
+            sizes.add(part)
+        return sorted(sizes, reverse=True)
 
     @property
     def tokens_per_rank(self) -> int:
@@ -498,7 +514,9 @@ class Plan:
             moved = engine.on_host * (self.sleep in ("engine", "all"))
             for training in self.trained.values():
                 moved += (training.parameters + training.optimizer) * self.offloads
-            seconds["sleep_wake"] = 2 * MAP_SECONDS * engine.mapped(self.sleep) / GIB
+            unmapped = engine.mapped(self.sleep) + self._given_back()
+            mapped = engine.mapped(self.sleep)
+            seconds["sleep_wake"] = MAP_SECONDS * (unmapped + mapped) / GIB
             seconds["sleep_wake"] += card.to_host(2 * moved)
         num_micro = workload.load.num_micro * workload.num_updates
         for phase in ("annotate", "forward", "backward", "optimizer"):
@@ -507,16 +525,32 @@ class Plan:
                 if phase in training.seconds:
                     is_policy = (name, phase) == ("policy", "annotate")
                     times = workload.num_annotations if is_policy else 1
-                    longest = max(training.seconds[phase], training.wire_seconds[phase])
-                    if phase != "optimizer":
-                        computes_again = phase == "backward" and self.checkpointing != "off"
-                        on_host = HOST_SECONDS_PER_LAYER * training.model.num_layers
-                        longest = max(longest, on_host * (1 + computes_again))
-                    total += times * longest
+                    total += times * self._seconds_of(training, phase)
             if total:
                 times = num_micro if phase != "optimizer" else workload.num_updates
                 seconds[phase] = times * total
+        seconds["forward"] += MAP_SECONDS * self._given_back() / GIB
         return seconds
+
+    def _seconds_of(self, training: Training, phase: str) -> float:
+        """Return the seconds of a phase for a micro-batch, or of an optimizer step."""
+        on_device = training.seconds[phase]
+        if phase != "optimizer":
+            # The head's kernels are few and long; those of layers wait for the host.
+            num_passes = 2 if phase == "backward" and self.checkpointing != "off" else 1
+            on_host = num_passes * HOST_SECONDS_PER_LAYER * training.model.num_layers
+            in_head = training.head_seconds[phase]
+            on_device = in_head + max(on_device - in_head, on_host)
+        return max(on_device, training.wire_seconds[phase])
+
+    def _given_back(self) -> float:
+        """Return the bytes that torch gives back for the engine, and takes again in forward."""
+        if not self.engine or self.sleep == "none":
+            return 0.0
+        parts = self.alive["backward"]
+        used = sum(parts[kind] for kind in costs.OF_BACKWARD)
+        both_fit = self.memory["backward"] + self.engine.mapped(self.sleep) <= self.limit
+        return used if self.offloads or not both_fit else 0.0
 
 
 def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
@@ -548,7 +582,11 @@ def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
                 if not plan.lacks and (not is_chosen or most(plan.memory)[0][1] <= room):
                     fitting.append(plan)
                     break
-    return min(fitting, key=lambda plan: plan.step_seconds) if fitting else plan
+    if not fitting:
+        return plan
+    longest = min(plan.step_seconds for plan in fitting) / LEAST_GAIN
+    equal = [plan for plan in fitting if plan.step_seconds <= longest]
+    return min(equal, key=lambda plan: (SLEEP.index(plan.sleep), plan.step_seconds))
 
 
 # --------------------------------------------------------------------------------------------------
