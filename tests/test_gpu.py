@@ -34,7 +34,7 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import compat, patches
 from minirl.engine.engine import RolloutEngine
-from minirl.model import attention, experts, flash, fused
+from minirl.model import attention, experts, flash, fused, selective
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.machines import arrange, join_world, make_world
 from minirl.parallel.offload import Sleeper
@@ -432,9 +432,9 @@ def fused_inputs(device, name):
 
 
 @needs_liger
-@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("name", [*test_fused.CASES, "rotation"])
-def test_liger_kernels_equal_the_formulas_in_float32(device, name, selective):
+def test_liger_kernels_equal_the_formulas_in_float32(device, name, twice):
     """Selective checkpointing computes them a second time in backward."""
     function, formula, inputs, rest = fused_inputs(device, name)
     inputs = [x.bfloat16() for x in inputs]
@@ -447,7 +447,7 @@ def test_liger_kernels_equal_the_formulas_in_float32(device, name, selective):
 
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     # From a product and into one, as in a model: a gate's backward writes over its inputs.
-    if selective:
+    if twice:
         call = functools.partial(checkpoint, use_reentrant=False, context_fn=selective.contexts)
         outs = tree_leaves(call(lambda *x: function(*(t * 1 for t in x), *rest), *leaves))
     else:
@@ -502,6 +502,10 @@ def test_the_heads_kernels_are_the_formulas(head_found):
     assert len(head_found["cases"]) == 16
     for name, differences in head_found["cases"].items():
         limit = 0.01 if "bfloat16" in name else 1e-3
+        if name == "the largest is the target":
+            # Where p is almost 1, the gradient is what float32 leaves of 1 - p, for logits of
+            # thousands: an H100 finds 2e-3.
+            limit = 4e-3
         assert differences["logprob"] < 1e-5, name
         assert differences["entropy"] < 1e-5, name
         assert differences["hidden"] < limit, name

@@ -348,7 +348,8 @@ def check_experts() -> None:
     )
     kept_grads = torch.autograd.grad(kept, leaves, torch.ones_like(kept))
     for name, got, wanted in zip(("x", "gate_up", "down"), kept_grads, grads, strict=True):
-        near(f"mixture d{name} with selective checkpointing", got, wanted, 0.001)
+        # Half a unit of bfloat16: products of the same numbers, summed up in another order.
+        near(f"mixture d{name} with selective checkpointing", got, wanted, 0.004)
     value("mixture forward and backward", 1e3 * lib.seconds(run), "ms")
 
 

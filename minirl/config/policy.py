@@ -22,7 +22,7 @@ LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 ADAPTERS_LEARN_FASTER = 10  # Times the learning rate of full training.
 # Bytes of a chunk of float32 logits, by type of device. Each chunk adds to the gradient of the
 # whole head, which is read and written for it; small chunks would spend their time on that.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 WHOLE_GRADIENT_BYTES = 4 * 2**30  # Up to which `accumulate` auto keeps whole gradients.
 
 
