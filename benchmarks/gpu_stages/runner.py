@@ -14,7 +14,8 @@ log.txt (all output, each line with its stage); and gpu.json, metrics-*.jsonl an
 stages that make them.
 
 $OUT is the default of --out, $GPU_RUN_SMALL means --small, $GPU_RUN_SIZE is the shape of the
-model of grpo, micro and vs-* (0.6B; or 1.7B), and $GPU_RUN_SECTIONS names sections of bench.
+model of grpo, micro and vs-* (0.6B; or 1.7B), $GPU_RUN_TOKENS the tokens of their answers (256),
+and $GPU_RUN_SECTIONS names sections of bench.
 """
 
 import argparse
@@ -234,7 +235,7 @@ def all_stages(work: Path, small: bool) -> list[Stage]:
     tests = ["--junitxml", junit]
     for name in (TIMER_TEST, ENGINE_TEST):  # They run alone.
         tests += ["--deselect", f"tests/test_gpu.py::{name}"]
-    load = SMALL_LOAD if small else Load()
+    load = SMALL_LOAD if small else Load(tokens=int(os.environ.get("GPU_RUN_TOKENS", "256")))
     short = dataclasses.replace(load, steps=3)
     stages = [
         Stage("env", 0, 75, [python("s0_env")]),

@@ -176,7 +176,8 @@ def profile_host(engine: RolloutEngine, num: int) -> None:
     times = decode(engine, "host", num, LENGTH)
     profiler.disable()
     text = io.StringIO()
-    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(25)
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profiler, stream=text).sort_stats(order).print_stats(40)
     print(f"functions of the host in {len(times)} steps of {num} sequences\n{text.getvalue()}")
 
 
