@@ -230,6 +230,52 @@ class Training:
         of_layer = whole + split / self.tensor
         return {kind: of_layer, "experts": of_experts, "delta net": of_net / self.tensor}
 
+    def _merged(self, layer: Layer) -> float:
+        """Return the bytes of a layer's largest matrix while its adapter is added to it."""
+        largest = 0.0
+        for m in layer.matrices:
+            copies = 2 if m.packed else m.rank > 0  # If packed, it is restored, too.
+            largest = max(largest, copies * m.numel / self._over(m) * self.element)
+        return largest
+
+    def _in_forward(self, layer: Layer) -> float:
+        """Return the bytes alive inside a layer in forward, but for what it keeps."""
+        # What experts return, masked, and in the order of tokens; what a delta net makes.
+        made = 2 * self.model.hidden * layer.experts_of_token / self.experts_over
+        made += 1.5 * self.kept(layer, "off")["delta net"]
+        return made * self.rows * self.element + self._merged(layer)
+
+    def _in_backward(self, layer: Layer) -> float:
+        """Return the bytes alive inside a layer in backward, but for what it has kept."""
+        off = self.kept(layer, "off")
+        # All that it keeps without checkpointing, and gradients of the widest product.
+        again = sum(off.values()) + 0.5 * off["delta net"]
+        again -= sum(self.kept(layer, self.checkpointing).values())
+        if not layer.experts:
+            again += self.model.hidden + layer.feed_forward / self.tensor
+        return again * self.rows * self.element + self._merged(layer)
+
+    def _trained_in(self, layer: Layer) -> float:
+        """Return how many elements of a gathered layer have gradients."""
+        return sum((m.numel * m.trained + m.adapter) / self._over(m) for m in layer.matrices)
+
+    def _chunk(self) -> float:
+        """Return the bytes of a chunk of logits; of a score head, of its wide hidden states."""
+        if not self.head:
+            return self.model.hidden * self.rows * WIDE
+        of_row = self.model.vocabulary / self.tensor * WIDE
+        return min(max(16, CHUNK_BYTES["cuda"] // of_row), self.loss_rows) * of_row
+
+    def _restored(self) -> float:
+        """Return the bytes that the optimizer makes: stored state, or Muon's products."""
+        model = self.model
+        if self.policy.optimizer == "muon":
+            widest = max(max(layer.feed_forward, layer.expert) for layer in model.layers)
+            return 3.0 * WIDE * model.hidden * widest
+        stored = {"device": 0, "offload": 2 * WIDE, "8bit": 5 * WIDE}[self.policy.optimizer_state]
+        at_once = max(RESTORED_AT_ONCE, model.vocabulary * model.hidden) / self.tensor
+        return min(at_once, self.trained) / self.shards * stored
+
     @cached_property
     def alive(self) -> dict[str, Parts]:
         """Return what is alive at the peak of each phase: in a layer, in the head, or after both.
@@ -239,33 +285,11 @@ class Training:
         model = self.model
         element = self.element
         rows = self.rows * element
-        kept = in_forward = in_backward = trained = 0.0
+        kept = 0.0
         for layer, num in model.layers.items():
-            of_row = sum(self.kept(layer, self.checkpointing).values())
-            kept += num * of_row * rows
-            off = self.kept(layer, "off")
-            # The largest matrix while its adapter is added to it. If packed, it is restored, too.
-            merged = 0.0
-            for m in layer.matrices:
-                copies = 2 if m.packed else m.rank > 0
-                merged = max(merged, copies * m.numel / self._over(m) * element)
-            # What experts return, masked, and in the order of tokens; what a delta net makes.
-            made = 2 * model.hidden * layer.experts_of_token / self.experts_over
-            in_forward = max(in_forward, (made + 1.5 * off["delta net"]) * rows + merged)
-            # All that it keeps without checkpointing, and gradients of the widest product.
-            again = sum(off.values()) + 0.5 * off["delta net"] - of_row
-            again += 0 if layer.experts else model.hidden + layer.feed_forward / self.tensor
-            in_backward = max(in_backward, again * rows + merged)
-            of_layer = sum(
-                (m.numel * m.trained + m.adapter) / self._over(m) for m in layer.matrices
-            )
-            trained = max(trained, of_layer)
-
-        # A chunk of logits; of a score head, its wide hidden states.
-        of_row = model.vocabulary / self.tensor * WIDE
-        chunk = min(max(16, CHUNK_BYTES["cuda"] // of_row), self.loss_rows) * of_row
-        if not self.head:
-            chunk = model.hidden * self.rows * WIDE
+            kept += num * sum(self.kept(layer, self.checkpointing).values()) * rows
+        in_forward = max(map(self._in_forward, model.layers))
+        chunk = self._chunk()
         hidden = model.hidden * rows
         in_loss = model.hidden * self.loss_rows * element * (self.head > 0)
         # One layer computes, and the next one is gathered.
@@ -290,25 +314,19 @@ class Training:
         in_layer = (gathered, held + in_forward, 0.0, gradient)
         phases["forward"] = peak(in_layer, (rest, held + in_loss, chunk, gradient))
         held -= hidden
+        in_backward = max(map(self._in_backward, model.layers))
         # Gradients to be reduced are float32. That of the embedding is dense.
         wide = 0 if self.keeps_whole and gradient else WIDE
         root = sum(m.numel for m in model.root if m.trained) / self.tensor
-        of_layer = gradient + trained * (element + wide) / 2
+        of_layer = gradient + max(map(self._trained_in, model.layers)) * (element + wide) / 2
         of_root = max(gradient, self.sharded_gradient) + root * (element + WIDE)
         phases["backward"] = peak(
             (rest, held + 2 * in_loss, 1.5 * chunk + of_head * WIDE, gradient),
             (gathered, held + in_backward, of_head * element, of_layer),
             (0.0, 0.0, of_head * element, of_root),
         )
-        # The optimizer restores some of the state that it stores; Muon a matrix and its products.
-        stored = {"device": 0, "offload": 2 * WIDE, "8bit": 5 * WIDE}[self.policy.optimizer_state]
-        at_once = max(RESTORED_AT_ONCE, model.vocabulary * model.hidden) / self.tensor
-        restored = min(at_once, self.trained) / self.shards * stored
-        if self.policy.optimizer == "muon":
-            widest = max(max(layer.feed_forward, layer.expert) for layer in model.layers)
-            restored = 3.0 * WIDE * model.hidden * widest
         phases["optimizer"] = state | {GRADIENTS: self.sharded_gradient}
-        phases["optimizer"][OPTIMIZER] += restored
+        phases["optimizer"][OPTIMIZER] += self._restored()
         return phases
 
     def on_host(self, *, sleeps: bool) -> float:
@@ -338,53 +356,57 @@ class Training:
         backward = num_products * product + in_backward
         return {"annotate": forward, "forward": forward, "backward": backward}
 
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase on the device."""
-        model = self.model
-        card = self.card
-        policy = self.policy
-        layers = adapting = again = 0.0
-        between = [0.0, 0.0]  # Elements moved in forward and backward, but by matrix products.
-        # Bytes moved in each pass: copies and casts of what is gathered, merged adapters.
-        passed = 2 * self.all_gathered + CAST_BYTES * self.trained / self.shards
-        for layer, num in model.layers.items():
+    def _products(self) -> float:
+        """Return the seconds of a forward pass in the matrix products of layers."""
+        total = 0.0
+        for layer, num in self.model.layers.items():
             # Every expert's weights are read, however few rows it has.
-            computing = card.computing(2 * self.rows * layer.active / self.tensor)
-            layers += num * max(computing, card.moving(self.of_layer[layer]))
+            computing = self.card.computing(2 * self.rows * layer.active / self.tensor)
+            total += num * max(computing, self.card.moving(self.of_layer[layer]))
+        return total
+
+    def _between(self, index: int, *, again: bool = False) -> float:
+        """Return the bytes that kernels between matrix products move.
+
+        Args:
+            index: of `MOVED`: 0: in forward; 1: in backward.
+            again: in the forward of checkpointing, within backward.
+        """
+        total = 0.0
+        for layer, num in self.model.layers.items():
             for kind, of_row in self.kept(layer, "off").items():
-                moved_once = num * of_row * self.rows * self.element
-                for i in (0, 1):
-                    between[i] += moved_once * MOVED[kind][i]
                 # A second forward leaves out the masks around products whose results are kept.
-                is_kept = kind == "experts" and self.checkpointing == "selective"
-                again += moved_once * MOVED[kind][0] * (0.5 if is_kept else 1.0)
+                is_kept = again and kind == "experts" and self.checkpointing == "selective"
+                total += num * of_row * MOVED[kind][index] * (0.5 if is_kept else 1.0)
+        return total * self.rows * self.element
+
+    def _passed(self) -> float:
+        """Return the bytes that a pass moves, however few its rows are.
+
+        They are copies and casts of what is gathered, and merged adapters.
+        """
+        total = 2 * self.all_gathered + CAST_BYTES * self.trained / self.shards
+        for layer, num in self.model.layers.items():
             for m in layer.matrices:
                 of_weight = 2 * self.element * (m.rank > 0) + 3.4 * m.packed
-                passed += num * m.numel / self._over(m) * of_weight
-                # Rows of experts are sorted for the gradients of A and B, too.
+                total += num * m.numel / self._over(m) * of_weight
+        return total
+
+    def _adapting(self) -> float:
+        """Return the bytes that gradients of A and B of adapters move."""
+        total = 0.0
+        for layer, num in self.model.layers.items():
+            for m in layer.matrices:
+                # Rows of experts are sorted for them, too.
                 times = 2 * layer.experts_of_token if m.experts else 1 / self.tensor
                 of_row = ADAPTED[0] * m.inputs + ADAPTED[1] * m.outputs
-                adapting += num * times * of_row * (m.rank > 0) * self.rows * self.element
-        attention = 4 * self.pairs * model.queries / self.tensor / (card.tflops * 1e12)
-        forward_attention = attention / REACHED["attention forward"]
-        forward = layers + forward_attention + card.moving(between[0] + passed)
-        forward += self.head_seconds["forward"]
-        if not self.trains:
-            return {"annotate": forward}
+                total += num * times * of_row * (m.rank > 0)
+        return total * self.rows * self.element
 
-        backward = layers * (1 if model.adapters else 2)
-        backward += 2.5 * attention / REACHED["attention backward"]
-        backward += self.head_seconds["backward"]
-        # Gradients are cast and added up; by FSDP's reduce-scatter, or whole.
-        moved = self.trained_gathered * (16 if self.keeps_whole else 6)
-        moved += between[1] + adapting + passed
-        if self.checkpointing != "off":
-            moved += again
-        if self.checkpointing == "full":
-            backward += layers + forward_attention
-        backward += card.moving(moved)
-
+    def _optimizer_seconds(self) -> float:
+        """Return the seconds of an optimizer's step."""
+        card = self.card
+        policy = self.policy
         shard = self.trained / self.shards
         of_parameter = ADAMW_BYTES + QUANTIZE_BYTES * (policy.optimizer_state == "8bit")
         step = card.moving(of_parameter * shard)
@@ -393,7 +415,34 @@ class Training:
         elif policy.optimizer_state == "offload":  # Two moments, there and back.
             step += card.to_host(2 * 2 * WIDE * shard)
         if policy.optimizer == "muon":  # Five iterations of three products of the smaller side.
-            step += card.computing(15 * model.hidden * shard)
+            step += card.computing(15 * self.model.hidden * shard)
+        return step
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase on the device."""
+        card = self.card
+        products = self._products()
+        passed = self._passed()
+        attention = 4 * self.pairs * self.model.queries / self.tensor / (card.tflops * 1e12)
+        forward_attention = attention / REACHED["attention forward"]
+        forward = products + forward_attention + card.moving(self._between(0) + passed)
+        forward += self.head_seconds["forward"]
+        if not self.trains:
+            return {"annotate": forward}
+
+        backward = products * (1 if self.model.adapters else 2)
+        backward += 2.5 * attention / REACHED["attention backward"]
+        backward += self.head_seconds["backward"]
+        # Gradients are cast and added up; by FSDP's reduce-scatter, or whole.
+        moved = self.trained_gathered * (16 if self.keeps_whole else 6)
+        moved += self._between(1) + self._adapting() + passed
+        if self.checkpointing != "off":
+            moved += self._between(0, again=True)
+        if self.checkpointing == "full":
+            backward += products + forward_attention
+        backward += card.moving(moved)
+        step = self._optimizer_seconds()
         return {"annotate": forward, "forward": forward, "backward": backward, "optimizer": step}
 
     # ----------------------------------------------------------------------------------------------
