@@ -41,10 +41,8 @@ CLASSES = {
 }
 
 
-# Of vLLM in this process: on one core, and of a world of one.
+# Of vLLM in this process, on one core.
 ENVIRONMENT = {
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29655",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
