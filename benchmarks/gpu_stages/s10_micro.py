@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_stages.s10_micro FOLDER
 
-Mapping and unmapping, allocating and freeing, and pinning a GiB; an update by the rows of its one
+Allocating, freeing and pinning a GiB; an update by the rows of its one
 micro-batch; the device's and the host's time of a decoding step by the number of sequences. The
 folder is that of s5_model.py.
 """
@@ -44,26 +44,9 @@ PROMPT = 16
 
 
 def measure_memory() -> None:
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    pool = CuMemAllocator.get_instance()
-    # Putting to sleep also collects garbage, which takes as long however much is unmapped.
+    """Measure what torch's memory and garbage cost. The stage engine maps vLLM's."""
+    # Before vLLM unmaps anything, it collects garbage.
     value("collecting garbage", 1e3 * min(lib.wall_seconds(gc.collect) for _ in range(3)), "ms")
-    for size in (4, 32):
-        # A tag of its own for each: torch aborts if vLLM replaces a tag's pool while it is in use.
-        tag = f"{size} GiB"
-        with pool.use_memory_pool(tag=tag):
-            block = torch.empty(size * GIB, dtype=torch.uint8, device="cuda")
-        unmapped = []
-        mapped = []
-        for _ in range(3):
-            unmapped.append(lib.wall_seconds(lambda: pool.sleep(offload_tags=())))
-            mapped.append(lib.wall_seconds(functools.partial(pool.wake_up, [tag])))
-        value(f"vLLM unmaps {size} GiB", 1e3 * min(unmapped) / size, "ms a GiB")
-        value(f"vLLM maps {size} GiB", 1e3 * min(mapped) / size, "ms a GiB")
-        del block
-        gc.collect()
-
     blocks: list[torch.Tensor] = []
 
     def allocate() -> None:

@@ -88,6 +88,17 @@ def parts_of(message: dict) -> list[dict]:
     return content if isinstance(content, list) else []
 
 
+def plain(prompt: RowPrompt) -> RowPrompt:
+    """Return a prompt for people: a message's content is a text, "[image]" stands for an image."""
+    if isinstance(prompt, str):
+        return prompt
+    out = []
+    for message in prompt:
+        texts = [part.get("text", "[image]") for part in parts_of(message)]
+        out.append(message | {"content": "".join(texts)} if texts else message)
+    return out
+
+
 def images_of(messages: Messages) -> list[str]:
     """Return the data URLs of the images that `images.attach` put into a chat, in their order."""
     urls = []

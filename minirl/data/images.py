@@ -16,7 +16,7 @@ import cachetools
 from PIL import Image
 
 from minirl.base.errors import UserError
-from minirl.data.chat import Messages, RowPrompt, parts_of
+from minirl.data.chat import Messages, parts_of
 
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
 # JPEG's opens MPO, too.
@@ -148,17 +148,6 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
                 image = next(waiting)
             parts.append({"type": "image", "image": to_url(image)} if image else part)
         out.append(message | {"content": parts} if parts else message)
-    return out
-
-
-def plain(prompt: RowPrompt) -> RowPrompt:
-    """Return a prompt for people: a message's content is a text, "[image]" stands for an image."""
-    if isinstance(prompt, str):
-        return prompt
-    out = []
-    for message in prompt:
-        texts = [part.get("text", "[image]") for part in parts_of(message)]
-        out.append(message | {"content": "".join(texts)} if texts else message)
     return out
 
 

@@ -241,7 +241,7 @@ class Attention(torch.autograd.Function):
         gradients: list[Tensor] = []
         if ctx.ring:
             wide = torch.promote_types(q.dtype, torch.float32)
-            gradients = [flash.zeros(x, wide) for x in (q, k, v)]
+            gradients = [_zeros(x, wide) for x in (q, k, v)]
         for block, k_here, v_here in _steps(k, v, ctx.blocks, ctx.ring):
             block_backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
@@ -331,6 +331,11 @@ def block_forward(
     return _in_order(outs, block), _in_order(lses, block)
 
 
+def _zeros(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a gradient of `x` to which blocks add theirs."""
+    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def block_backward(
     gradients: list[Tensor],
     dout: Tensor,
@@ -360,7 +365,7 @@ def block_backward(
         flash.backward(gradients, dout, q, k, v, out, lse, block, options)
         return
     if not gradients:
-        gradients.extend(map(flash.zeros, (q, k, v)))
+        gradients.extend(map(_zeros, (q, k, v)))
     for r in block.padded.rectangles:
         do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row; its gradient would count twice

@@ -162,16 +162,12 @@ def backward(
             gradients.append(gradient)  # the sum so far
             continue
         if is_first:
-            gradients.append(zeros((q, k, v)[number]))
+            x = (q, k, v)[number]
+            gradients.append(torch.zeros_like(x, memory_format=torch.contiguous_format))
         if rows is None:
             gradients[number].add_(gradient)
         else:
             gradients[number].index_add_(0, rows, gradient.to(gradients[number].dtype))
-
-
-def zeros(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a gradient of `x` to which blocks add theirs."""
-    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
-from minirl.data.chat import is_text, parts_of, to_messages, why_no_messages
-from minirl.data.images import BadImage, attach, plain, to_url
+from minirl.data.chat import is_text, parts_of, plain, to_messages, why_no_messages
+from minirl.data.images import BadImage, attach, to_url
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
 from minirl.envs import Agent, Env, EnvMaker, Result, State

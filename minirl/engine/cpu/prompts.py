@@ -52,7 +52,7 @@ class SharedPrompts:
         rows = None
         if input_ids is not None and positions.ndim == 1:
             rows = self.find(input_ids)
-        if rows is None:
+        if input_ids is None or rows is None:
             return self.forward(input_ids=input_ids, positions=positions, **others)
         with self._computing(rows):
             hidden = self.forward(
