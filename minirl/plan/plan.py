@@ -39,7 +39,7 @@ ENGINE_WORKSPACE = 1.5 * GIB  # Activations of the engine's largest batch.
 FRAGMENTS = 0.03  # Share of the card that is lost between blocks of memory.
 MERGE_BYTES = 28  # Read and written to merge adapters into a weight for the engine.
 # Seconds of the host, which prepares what the device computes meanwhile.
-HOST_SECONDS_PER_STEP = 1.8e-3  # Of the engine,
+HOST_SECONDS_PER_STEP = 3.6e-3  # Of the engine,
 HOST_SECONDS_PER_ANSWER = 3.5e-6  # and for each answer in it.
 EAGER_SECONDS_PER_LAYER = 2e-4  # Of the engine without graphs.
 HOST_SECONDS_PER_LAYER = 3.5e-3  # Of a pass in training, however few its rows are.
