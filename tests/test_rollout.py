@@ -665,6 +665,7 @@ def cuda_arguments(mesh, folder, eager):
     engine = RolloutEngine.__new__(RolloutEngine)
     engine.cfg = EngineConfig(max_model_len=64, max_num_seqs=300, enforce_eager=eager)
     engine.on_cuda, engine.vision, engine.masses = True, object(), None
+    engine.sleeps = "all"
     arguments = engine._arguments(folder, "bfloat16", False)
     unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     graphs = CompilationConfig(**arguments.get("compilation_config", {}))
