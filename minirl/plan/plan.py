@@ -389,6 +389,11 @@ class Plan:
         self.step_seconds = sum(self.seconds.values())
 
     @property
+    def used(self) -> float:
+        """Return the share of the card that the fullest phase takes."""
+        return most(self.memory)[0][1] / (self.card.memory_gib * GIB)
+
+    @property
     def offloads(self) -> bool:
         """Return whether models are in host memory while they do not compute."""
         return self.engine is None or self.sleep == "all"
@@ -561,8 +566,9 @@ def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
 def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool = True) -> Plan:
     """Return the plan of a run, with the fastest of what fits where settings are auto or 0.
 
-    These are what sleeps, activation checkpointing, and the rows of a micro-batch. If nothing fits,
-    it is the plan that takes the least memory. The arguments are those of `Plan`.
+    These are what sleeps, activation checkpointing, and the rows of a micro-batch. Of those that
+    are about as fast it is the one in which least sleeps, and that takes the least memory. If
+    nothing fits, it is the last that was tried. The arguments are those of `Plan`.
     """
     cfg = workload.cfg
     wanted = cfg.policy.activation_checkpointing
@@ -570,23 +576,28 @@ def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
     sleeps = SLEEP
     if not workload.engine or workload.engine.sleep != "auto":
         sleeps = (workload.engine.sleep if workload.engine else "all",)
-    room = MOST_USED * card.memory_gib * GIB
     fitting: list[Plan] = []
     for checkpointing in kinds:
         for sleep in sleeps:
-            is_last = sleep == sleeps[-1]
+            plan = Plan(workload, card, gpus_per_node, checkpointing, sleep, liger=liger)
+            # What the settings ask for may take all of the card.
+            if plan.lacks or (sleep != sleeps[-1] and plan.used > MOST_USED):
+                continue
+            fitting.append(plan)
+            fastest = math.inf
             for load in workload.choices():
                 plan = Plan(load, card, gpus_per_node, checkpointing, sleep, liger=liger)
-                # What the settings ask for may take all of the card.
-                is_chosen = not is_last or load is not workload
-                if not plan.lacks and (not is_chosen or most(plan.memory)[0][1] <= room):
-                    fitting.append(plan)
-                    break
+                if plan.lacks or plan.used > MOST_USED:
+                    continue
+                if plan.step_seconds * LEAST_GAIN > fastest:
+                    break  # And so are smaller micro-batches.
+                fastest = min(fastest, plan.step_seconds)
+                fitting.append(plan)
     if not fitting:
         return plan
     longest = min(plan.step_seconds for plan in fitting) / LEAST_GAIN
     equal = [plan for plan in fitting if plan.step_seconds <= longest]
-    return min(equal, key=lambda plan: (SLEEP.index(plan.sleep), plan.step_seconds))
+    return min(equal, key=lambda plan: (SLEEP.index(plan.sleep), plan.used))
 
 
 # --------------------------------------------------------------------------------------------------
