@@ -232,6 +232,7 @@ def change_places(bench: Bench, policy: Policy, engine: RolloutEngine, refit: Re
     """Measure what surrounds a rollout."""
     seconds = defaultdict(list)
     left = 0.0
+    policy.timer.take()  # of what was before
     for _ in range(4):
         with engine.awake(refit, policy.sleeper):
             left = free_gib() if bench.on_gpu else 0.0

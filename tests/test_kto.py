@@ -177,6 +177,7 @@ class Steps(kto.KTOTrainer):
     def __init__(self, cfg, mesh, folder):
         self.cfg = cfg
         self.mesh = mesh
+        self.tokens_per_rank = cfg.tokens_per_rank
         self.policy = Policy(cfg.policy, folder, mesh, sequence_parallel=cfg.parallel.sequence)
         self.timer = self.policy.timer
         frozen = Policy(
