@@ -17,7 +17,7 @@ from torch import Tensor
 from minirl.engine.cpu import packed
 
 
-class Rows(NamedTuple):
+class DistinctRows(NamedTuple):
     """Which rows of a step are computed."""
 
     kept: Tensor  # int64 [K], of the step's T rows.
@@ -38,7 +38,7 @@ class SharedPrompts:
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         self.block_size = block_size
-        self.rows: Rows | None = None  # Of the step that is being computed.
+        self.rows: DistinctRows | None = None  # Of the step that is being computed.
         layers = [module for module in model.modules() if isinstance(module, AttentionLayerBase)]
         if any(type(layer) is not Attention for layer in layers):  # latent attention, delta nets
             return
@@ -60,7 +60,7 @@ class SharedPrompts:
             )
         return hidden[rows.place]
 
-    def find(self, input_ids: Tensor) -> Rows | None:
+    def find(self, input_ids: Tensor) -> DistinctRows | None:
         """Return the rows to compute of the step that vLLM is about to compute; None: all.
 
         Args:
@@ -84,7 +84,7 @@ class SharedPrompts:
         )
 
     @contextmanager
-    def _computing(self, rows: Rows) -> Iterator[None]:
+    def _computing(self, rows: DistinctRows) -> Iterator[None]:
         """Compute with plain products: a packed copy would round other sums for fewer rows."""
         self.rows = rows
         try:
@@ -108,7 +108,7 @@ class SharedPrompts:
 
 def distinct_rows(
     tokens: np.ndarray, starts: list[int], ends: list[int], blocks: np.ndarray, block_size: int
-) -> Rows | None:
+) -> DistinctRows | None:
     """Return which rows of a step to compute, None if no two requests have equal rows.
 
     Requests have equal rows if these have the same tokens and follow the same cached blocks.
@@ -135,4 +135,4 @@ def distinct_rows(
         place.append(np.arange(first[key], first[key] + num_rows))
     if num_kept == len(tokens):
         return None
-    return Rows(torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(place)))
+    return DistinctRows(torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(place)))
