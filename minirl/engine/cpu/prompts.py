@@ -135,4 +135,6 @@ def distinct_rows(
         place.append(np.arange(first[key], first[key] + num_rows))
     if num_kept == len(tokens):
         return None
-    return DistinctRows(torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(place)))
+    return DistinctRows(
+        torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(place))
+    )
