@@ -68,8 +68,8 @@ class Trainer(BaseTrainer):
             self.policy = self.load_model(cfg.policy, inputs.folders["policy"])
             # None: rollout.replay runs without an engine.
             self.generation: Generation | None = None
-            if self.engine:
-                self.generation = Generation(cfg, inputs, self.policy, self.engine)
+            if self.engine_config:
+                self.generation = Generation(cfg, inputs, self.policy, self.engine_config)
             if scorer := inputs.folders.get("reward model"):
                 self.reward_model = RewardModel(
                     self.load_model(cfg.policy, scorer, trainable=False, score=True),

@@ -307,10 +307,10 @@ class BaseTrainer(abc.ABC):
         self.checkpointing: Checkpointing = "off"
         self.tokens_per_rank = cfg.tokens_per_rank
         self.offloads = True
-        self.engine: EngineConfig | None = None
+        self.engine_config: EngineConfig | None = None
 
     def announce(self, configs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Say what the planner's formulas find, and settle what is auto: sleep, rows, checkpoints.
+        """Say what the planner's formulas find; settle rows, sleep and activation checkpointing.
 
         Call it when the config is checked and no model is loaded yet.
 
@@ -326,7 +326,7 @@ class BaseTrainer(abc.ABC):
         self.offloads = plan.offloads
         if plan.engine:
             is_cuda = self.mesh.device.type == "cuda"
-            self.engine = plan.engine.config(plan.sleep) if is_cuda else plan.engine.cfg
+            self.engine_config = plan.engine.config(plan.sleep) if is_cuda else plan.engine.cfg
         if self.mesh.rank == 0:
             for line in lines:
                 say(line)
