@@ -4,6 +4,7 @@ told once, by its cause, and no run hangs."""
 import asyncio
 import contextlib
 import errno
+import faulthandler
 import http.server
 import json
 import math
@@ -657,6 +658,34 @@ def test_limits_are_by_the_clock_of_the_process():
         oversight.clock = 99.0
         assert over() == []
     assert oversight.limits == []
+
+
+def test_a_timer_that_is_set_is_never_cancelled_before_the_next(monkeypatch):
+    """Between the two, a block that has just begun could take Python's lock for ever."""
+    calls = []
+    set_timer = faulthandler.dump_traceback_later
+    cancel = faulthandler.cancel_dump_traceback_later
+
+    def record(seconds, **kwargs):
+        calls.append(seconds)
+        set_timer(seconds, **kwargs)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", record)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append(None))
+    supervisor = Watch()
+    ended = threading.Event()
+
+    def end(message, code):
+        cancel()
+        ended.set()
+
+    monkeypatch.setattr(supervisor, "end_all", end)
+    threading.Thread(target=supervisor._look_at_limits, daemon=True).start()
+    with supervisor.limit(0.6, lambda: "too slow"):
+        assert ended.wait(60)
+    first = next(at for at, seconds in enumerate(calls) if seconds)
+    assert len(calls) > first + 1 and None not in calls[first:], calls
+    assert calls[-1] == watch.SECONDS_TO_END
 
 
 STOPPED = """

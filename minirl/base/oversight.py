@@ -66,23 +66,34 @@ class Oversight:
         limit = Limit(seconds, describe, self.clock + seconds)
         self.limits.append(limit)
         with self.arming:  # Before the block, which may keep Python's lock from its start.
-            self.arm(limit)
+            if self.seconds_to_exit(limit) + time.monotonic() < self.armed_until:
+                self.arm([limit])
         try:
             yield limit
         finally:
             self.limits.remove(limit)
 
-    def arm(self, limit: Limit) -> None:
-        """Set faulthandler's timer for a limit, unless it is set for an earlier one.
+    def seconds_to_exit(self, limit: Limit) -> float:
+        """Return in how many seconds faulthandler's timer ends the process because of a limit.
+
+        The timer counts the time in which the process is stopped by SIGSTOP, too, so it has twice
+        the time.
+        """
+        return limit.deadline - self.clock + max(GRACE_SECONDS, limit.seconds)
+
+    def arm(self, limits: list[Limit]) -> None:
+        """Set faulthandler's timer for the earliest of some limits.
 
         Code that keeps Python's global lock stops all threads. The timer needs no lock: it prints
-        all stacks and ends the process. It counts the time in which the process is stopped by
-        SIGSTOP, too, so it is set to twice the time.
+        all stacks and ends the process. A timer that is set is replaced in one call: between a
+        cancel and a new timer another thread could get the lock, and keep it.
         """
-        seconds = limit.deadline - self.clock + max(GRACE_SECONDS, limit.seconds)
-        if time.monotonic() + seconds < self.armed_until:
-            self.armed_until = time.monotonic() + seconds
+        seconds = min(map(self.seconds_to_exit, limits), default=math.inf)
+        self.armed_until = time.monotonic() + seconds
+        if seconds < math.inf:
             faulthandler.dump_traceback_later(max(seconds, TICK_SECONDS), exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     def renew(self, limit: Limit) -> None:
         """Start the time of a limit again, now."""

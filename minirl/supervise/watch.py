@@ -155,15 +155,13 @@ class Watch(Oversight):
             self.clock += min(now - before, 2 * TICK_SECONDS)  # More: the process was stopped.
             before = now
             with self.arming:
-                faulthandler.cancel_dump_traceback_later()
-                self.armed_until = math.inf
                 limits = self.limits.copy()
-                for limit in limits:
-                    self.arm(limit)
                 over = [limit for limit in limits if self.clock > limit.deadline]
                 if over:
                     self.armed_until = -math.inf  # No other limit ends the end.
                     faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
+                else:
+                    self.arm(limits)
         frame = sys._current_frames().get(over[0].thread)
         stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame else ["  (it has ended)"]
         self.end_all(
