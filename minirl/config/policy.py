@@ -172,10 +172,14 @@ class PolicyConfig:
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the trainer's ranks divide the model and its data.
+    """How the ranks divide the work: into trainers and generators, and the trainers the model.
 
-    The number of ranks is replicate x shard x context x tensor; shard is what the others leave.
+    The number of trainers is replicate x shard x context x tensor; shard is what the others leave.
     """
+
+    #: Of RL: the last so many ranks only generate, and the others only train, at the same time
+    #: (rollout.overlap says how they meet). 0: every rank does both, in turn.
+    generators: NonNegativeInt = 0
 
     #: Groups of ranks that each hold a whole model in shards (HSDP). Gradients cross groups once a
     #: step, parameters never.

@@ -164,6 +164,16 @@ class RolloutConfig:
     #: A group is trained on within so many steps after the one in which it began: a step waits for
     #: those that would become older. Nothing that was sampled is thrown away for its age.
     max_staleness: PositiveInt = 2
+    #: How generators (parallel.generators) and trainers overlap. lockstep: while the trainers take
+    #: step k, the generators draw the whole of step k + 1 with the weights that step k began with.
+    #: stream: on policy; groups go to the trainers as they finish, and their gradients are summed
+    #: while others are still drawn. inflight: generators never wait, weights change while answers
+    #: are drawn, and prompts_per_step * max_staleness groups are under way beside a step's.
+    overlap: Literal["lockstep", "stream", "inflight"] = "lockstep"
+    #: With inflight: what happens to the keys and values of a running answer when weights change.
+    #: recompute: the engine computes them again (exact: the next tokens are the new weights' own).
+    #: keep: they stay as they are, which costs nothing.
+    kv: Literal["recompute", "keep"] = "recompute"
     #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA.
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
     #: Write every trajectory of a step to <output>/rollouts/, with advantage and log-probs of each

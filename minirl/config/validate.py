@@ -23,6 +23,7 @@ from minirl.config.supervised import DPOConfig, KTOConfig, PairsConfig, Supervis
 
 COLDEST = 0.01  # Temperature, of vLLM.
 COMPARE_NOTHING = ("reinforce_pp", "gae", "on_policy_distill")  # Estimators, of those with a name.
+COMPARE_ALL = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # They whiten over the step.
 
 # Settings that name models, and functions in files.
 MODELS = ("policy.model", "reward.model", "ref.model", "critic.model", "reference", "model")
@@ -124,14 +125,15 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     is_cut = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, -1, 0.0)
     by_engine = cfg.sft.num_steps or rollout.ahead or rollout.dump
     by_evaluation = cfg.checkpoint.best_metric or cfg.stop_at
+    generators = cfg.parallel.generators
     rules: Rules = {
         "num_steps, num_epochs: both say when the run ends; set one of them to 0": cfg.num_epochs
         and cfg.num_steps not in (0, RLConfig().num_steps),
         "num_epochs, rollout.replay: a replay draws no prompts; set num_steps instead": (
             cfg.num_epochs and rollout.replay
         ),
-        f"engine.tensor_parallel_size: it does not divide the {world_size} ranks": world_size
-        % cfg.engine.tensor_parallel_size,
+        f"engine.tensor_parallel_size: it does not divide the {generators or world_size} ranks "
+        "that generate": (generators or world_size) % cfg.engine.tensor_parallel_size,
         "rollout.samples_per_prompt, algo.advantage: the method compares the samples of one "
         "prompt, so it needs at least 2": compares and rollout.samples_per_prompt < 2,
         "algo.updates_per_step, rollout.prompts_per_step: the first does not divide the second": (
@@ -230,8 +232,58 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
             ),
         }
     _refuse(cfg, rules)
+    _refuse(cfg, _rules_of_sides(cfg))
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
+
+
+def _rules_of_sides(cfg: RLConfig) -> Rules:
+    """Return what must hold where some ranks generate and the others train."""
+    rollout = cfg.rollout
+    algo = cfg.algo
+    if not cfg.parallel.generators:
+        without = "it is about ranks that only generate; set parallel.generators"
+        return {
+            f"rollout.overlap, parallel.generators: {without}": rollout.overlap != "lockstep",
+            f"rollout.kv, parallel.generators: {without}": rollout.kv != "recompute",
+        }
+    rules: Rules = {
+        "parallel.generators, rollout.replay: a replay generates nothing; set generators to 0": (
+            rollout.replay
+        ),
+        "parallel.generators, engine.sleep: the engine of a generator shares its device with "
+        "nobody and never sleeps; set sleep to auto": cfg.engine.sleep not in ("auto", "none"),
+        "parallel.generators, rollout.ahead: rollout.overlap says what is drawn ahead; set ahead "
+        "to 0": rollout.ahead,
+        "rollout.kv, rollout.overlap: only with inflight do weights change under a running "
+        "answer; set rollout.overlap inflight": (
+            rollout.kv != "recompute" and rollout.overlap != "inflight"
+        ),
+        "rollout.curriculum_floor, rollout.overlap: a curriculum learns from all prompts that it "
+        "draws for a step; take lockstep or stream": (
+            rollout.curriculum_floor and rollout.overlap == "inflight"
+        ),
+    }
+    if rollout.overlap == "stream":
+        parts = "stream sums gradients before the step's last answer is there"
+        router = cfg.policy.router
+        rules |= {
+            f"rollout.overlap, algo.updates_per_step, algo.num_epochs: {parts}, so a step has one "
+            "update; set both to 1, or take lockstep": algo.updates_per_step * algo.num_epochs > 1,
+            f"rollout.overlap, algo.advantage: {parts}, and the method compares all answers of a "
+            "step; take lockstep": algo.advantage in COMPARE_ALL,
+            f"rollout.overlap, algo.whiten_tokens: {parts}, and whitening needs them all; take "
+            "lockstep": algo.whiten_tokens,
+            f"rollout.overlap, algo.entropy_share: {parts}, and the share is of all its tokens; "
+            "take lockstep": algo.entropy_share,
+            f"rollout.overlap, reward.normalize: {parts}, and rewards are normalized by all of "
+            "them; take lockstep": cfg.reward.normalize,
+            f"rollout.overlap, policy.router: {parts}, and routers are balanced over all its "
+            "tokens; take lockstep": (
+                router.aux_loss_coef or router.z_loss_coef or router.bias_update_rate
+            ),
+        }
+    return rules
 
 
 def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
@@ -263,6 +315,8 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
         UserError: for the first rule that is broken.
     """
     validate_templates(cfg.data)
+    is_split = "only minirl.rl generates; set it to 0"
+    _refuse(cfg, {f"parallel.generators: {is_split}": cfg.parallel.generators})
     longest = cfg.data.max_tokens
     scores: tuple[str, ...] = ("loss", "accuracy", "margin")
     if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
@@ -305,7 +359,10 @@ def _training(
         longest: its value, in tokens.
         scores: names of the held-out scores.
     """
-    validate_parallel(cfg.parallel, world_size)
+    generators = cfg.parallel.generators
+    of_ranks = f"of the {world_size} ranks some must be left to train"
+    _refuse(cfg, {f"parallel.generators: {of_ranks}": generators >= world_size})
+    validate_parallel(cfg.parallel, world_size - generators)
     _budget(cfg, setting, longest)
     validate_model(cfg.policy, "policy", cfg.parallel.tensor)
     metric = cfg.checkpoint.best_metric
