@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -178,6 +178,8 @@ class Mesh(World):
     tensor: DeviceMesh
     # None if experts are sharded like all other parameters.
     experts: ExpertMesh | None = None
+    # What all of its ranks do. With parallel.generators each side has a mesh of its own.
+    side: Literal["both", "trainers", "generators"] = "both"
 
     @property
     def context_size(self) -> int:
