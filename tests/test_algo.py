@@ -418,6 +418,39 @@ def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_the_policy_gradi
     assert "ref_kl" not in metrics
 
 
+@pytest.mark.parametrize("preset, bound", [("dppo-tv", 0.1), ("dppo-kl", 0.02)])
+@pytest.mark.parametrize("has_old", [True, False])  # without: one update per batch
+def test_dppo_is_the_masked_ratio_to_the_engine(preset, bound, has_old):
+    """A token is left out only if it is far from the engine, and its gradient leads further."""
+    batch, x, h = random_batch()
+    mask = batch.loss_mask.numpy()
+    batch.engine_logprobs = batch.engine_logprobs.double()
+    x = np.where(mask, np.minimum(x, -1e-3), 0.0)
+    batch.ref_logprobs = None
+    if not has_old:
+        batch.old_logprobs = None
+    cfg = AlgoConfig(correction=CorrectionConfig(preset=preset, divergence=bound))
+    logprobs = torch.tensor(x, requires_grad=True)
+    value, metrics = losses.policy(cfg, 20).token_loss(batch, logprobs, torch.tensor(h))
+    (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+
+    adv, engine = batch.advantages.double().numpy(), batch.engine_logprobs.numpy()
+    cases = set()
+    for t in np.flatnonzero(mask):
+        p, q = np.exp(x[t]), np.exp(engine[t])
+        if preset == "dppo-tv":
+            is_far = abs(p - q) > bound
+        else:
+            is_far = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p)) > bound
+        leads_away = p > q if adv[t] > 0 else p < q
+        expected = 0.0 if is_far and leads_away else -p / q * adv[t]
+        np.testing.assert_allclose(value[t].item(), expected, rtol=1e-12)
+        np.testing.assert_allclose(gradient[t], expected, rtol=1e-12)  # d(r A) = r A d log p
+        assert metrics["correction_outside"][t] == (is_far and leads_away)
+        cases.add((is_far, leads_away))
+    assert len(cases) == 4
+
+
 def test_without_correction_the_loss_is_left_alone():
     batch, x, h = random_batch()
     value, metrics = losses.policy(

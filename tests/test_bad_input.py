@@ -186,6 +186,14 @@ CASES = {
     ),
     "truncated sampling": (["--rollout.top-p", "0.9"], ["rollout.top_p = 0.9", "top_p 1.0"]),
     "dual clip of 1": (["--algo.dual-clip", "1"], ["algo.dual_clip = 1.0", "above 1"]),
+    "dppo with another loss": (
+        ["--algo.correction.preset", "dppo-tv", "--algo.loss", "gspo"],
+        ["algo.correction.preset = 'dppo-tv'", "algo.loss = 'gspo'", "set loss to ppo"],
+    ),
+    "dppo with a dual clip": (
+        ["--algo.correction.preset", "dppo-kl", "--algo.dual-clip", "3"],
+        ["algo.dual_clip = 3.0", "clips nothing", "set dual_clip to 0"],
+    ),
     "negative seed": (["--seed", "-1"], ["seed = -1", "greater than or equal to 0"]),
     "SFT on nothing": (["--sft.batch-size", "0"], ["sft.batch_size = 0", "greater than 0"]),
     "unknown reward": (

@@ -342,7 +342,7 @@ def test_a_token_far_from_the_engine_has_a_finite_weight(level, mode, gate, apar
     batch, old, place = far_batch(0.0, 1.0)
     batch.engine_logprobs[place] = old[place].detach() - apart
     cfg = correction.resolve(CorrectionConfig(level=level, mode=mode, gate=gate))
-    assert correction.weights(old, batch, cfg)[0].isfinite().all()
+    assert correction.weights(old, old, batch, cfg)[0].isfinite().all()
 
 
 def test_kl_controller_follows_ziegler():
@@ -399,7 +399,7 @@ def test_correction_equals_its_formula(level, mode, gate):
     seen = []
     for b in batches:
         old = lay(b, whole, lambda t: np.minimum(draw(t, "old"), -1e-3)).requires_grad_()
-        weight, outside = correction.weights(old, b, cfg)
+        weight, outside = correction.weights(old, old, b, cfg)
         assert not weight.requires_grad
         where = b.loss_mask
 
@@ -430,10 +430,17 @@ def test_presets_are_what_their_sources_say():
         "seq-mask-tis": ("geometric", "mask", "ratio", 0.5, 5.0),
         "seq-mis": ("sequence", "mis", "ratio", 0.0, 3.0),
     }
+    dppo = [correction.resolve(CorrectionConfig(preset=f"dppo-{name}")) for name in ("tv", "kl")]
+    assert [(c.trust_region, c.gate, c.divergence) for c in dppo] == [
+        (True, "tv", 0.15),
+        (True, "binary_kl", 0.05),
+    ]
     assert correction.resolve(CorrectionConfig(preset="off")).level == "off"
     assert correction.resolve(CorrectionConfig(preset="icepop", high=3.0)).high == 3.0
     with pytest.raises(UserError, match="high = 0.5"):
         correction.resolve(CorrectionConfig(high=0.5))
+    with pytest.raises(UserError, match="preset = dppo-tv has one setting.*unset level, high"):
+        correction.resolve(CorrectionConfig(preset="dppo-tv", level="off", high=3.0))
 
 
 def test_a_sure_token_has_a_finite_divergence():

@@ -5,6 +5,7 @@ bfloat16, and more if the engine's weights are older), which biases the policy g
 r = pi_trainer / pi_engine corrects it, at a variance that must be bounded.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +24,10 @@ class Correction:
     level: str
     mode: str
     gate: str = "ratio"
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = math.inf
     divergence: float = 0.05
+    trust_region: bool = False  # DPPO, see `trust_region`.
 
 
 # tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings
@@ -33,13 +35,21 @@ class Correction:
 # evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric mean of
 # their ratios, tokens of the others count with their own ratio; as OpenRLHF does. seq-mis, masked
 # importance sampling: sequences with a ratio above 3 are dropped, the tokens of the others count
-# with the ratio of their sequence; TRL's default, its `sequence_mask`.
+# with the ratio of their sequence; TRL's default, its `sequence_mask`. dppo-tv, dppo-kl: Qi et al.
+# 2026, "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), with the
+# bounds of its authors' code.
 PRESETS = {
     "off": Correction(level="off", mode="truncate", low=0.0, high=2.0),
     "tis": Correction(level="token", mode="truncate", low=0.0, high=2.0),
     "icepop": Correction(level="token", mode="mask", low=0.5, high=5.0),
     "seq-mask-tis": Correction(level="geometric", mode="mask", low=0.5, high=5.0),
     "seq-mis": Correction(level="sequence", mode="mis", low=0.0, high=3.0),
+    "dppo-tv": Correction(
+        level="token", mode="mask", gate="tv", divergence=0.15, trust_region=True
+    ),
+    "dppo-kl": Correction(
+        level="token", mode="mask", gate="binary_kl", divergence=0.05, trust_region=True
+    ),
 }
 
 
@@ -55,10 +65,14 @@ def resolve(cfg: CorrectionConfig) -> Correction:
     low = correction.low
     high = correction.high
     require(
-        0 <= low <= 1 <= high and cfg.divergence > 0,
-        f"algo.correction: low = {low}, high = {high}, divergence = {cfg.divergence}; equal "
-        "probabilities have ratio 1 and divergence 0, so low must be in [0, 1], high at least 1 "
-        "and divergence above 0",
+        0 <= low <= 1 <= high,
+        f"algo.correction: low = {low}, high = {high}; equal probabilities have ratio 1, so low "
+        "must be in [0, 1] and high at least 1",
+    )
+    require(
+        not correction.trust_region or changes.keys() <= {"divergence"},
+        f"algo.correction: preset = {cfg.preset} has one setting, divergence; unset "
+        + ", ".join(name for name in changes if name != "divergence"),
     )
     return correction
 
@@ -85,7 +99,7 @@ def divergence(old: Tensor, engine: Tensor, gate: str) -> Tensor:
     return q * (engine - old) + other_q * (other_q / other_p).log()
 
 
-def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor]:
+def weights(logprobs: Tensor, old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor]:
     """Return the weight of each token's loss, and which tokens are outside the gate.
 
     The level says what a ratio or divergence belongs to. token: the token. sequence: the product of
@@ -94,16 +108,19 @@ def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor
     mode sets the weight. mask and mis: 0. clip: the ratio brought into [low, high]. truncate: the
     ratio, but at most high. Inside the gate the weight is the ratio; under mask it is the token's
     own ratio, because there the level only selects. Logarithms of ratios are clamped to [-20, 20],
-    as in verl.
+    as in verl. With cfg.trust_region both are those of `trust_region`.
 
     Args:
-        old: log-probs under the trainer, float [T].
-        batch: with `engine_logprobs`.
+        logprobs: log-probs under the trainer at this update, float [T].
+        old: log-probs under the trainer before the step's first update, float [T].
+        batch: with `engine_logprobs` and `advantages`.
         cfg: the resolved correction.
 
     Returns:
         Weights float [T] without gradient, and a bool mask [T].
     """
+    if cfg.trust_region:
+        return trust_region(logprobs.detach(), old, batch, cfg)
     log_ratio = torch.where(batch.loss_mask, (old - batch.engine_logprobs).detach(), 0.0)
 
     def at_level(values: Tensor) -> Tensor:
@@ -127,3 +144,28 @@ def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor
         return ratio.masked_fill(outside, 0.0), outside
     lowest = cfg.low if cfg.mode == "clip" else None
     return torch.where(outside, ratio.clamp(lowest, cfg.high), ratio), outside
+
+
+def trust_region(
+    policy: Tensor, old: Tensor, batch: Packed, cfg: Correction
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token's loss in DPPO, and which tokens its mask M leaves out.
+
+    DPPO maximizes the sum of M r A with r = policy / engine. M is 0 where D(engine || policy) is
+    above cfg.divergence and the update would lead further away: A > 0 and r > 1, or A < 0 and
+    r < 1. Elsewhere it is 1, so an update that leads back always counts. Qi et al. 2026 (arXiv
+    2602.04879), eq. 12, with their binary D, which is `divergence`.
+
+    M follows the policy from update to update, and takes the place of PPO's clip. The loss has the
+    ratio policy / old, not clipped, so the weight is M old / engine.
+
+    Args:
+        policy: log-probs under the policy at this update, float [T] without gradient.
+        old: log-probs under the policy before the step's first update, float [T].
+        batch: with `engine_logprobs` and `advantages`.
+        cfg: the resolved correction.
+    """
+    engine = batch.engine_logprobs
+    leads_away = batch.advantages * (policy - engine) > 0
+    outside = leads_away & (divergence(policy, engine, cfg.gate) > cfg.divergence)
+    return bounded_exp(old - engine).masked_fill(outside, 0.0), outside

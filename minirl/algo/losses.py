@@ -179,6 +179,8 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
             loss, own_metrics = own(batch, logprobs, entropy, cfg)
         elif cfg.loss == "cispo":
             loss = cispo(ratio, logprobs, batch.advantages, cfg)
+        elif corrected and corrected.trust_region:
+            loss = -ratio * batch.advantages  # The mask of the correction stands for the clip.
         else:
             loss = ppo_clip(ratio, batch.advantages, cfg)
         with torch.no_grad():
@@ -196,7 +198,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
 
         # 2. Correct for the engine having sampled from slightly other probabilities.
         if corrected:
-            weight, outside = correction.weights(old, batch, corrected)
+            weight, outside = correction.weights(logprobs, old, batch, corrected)
             loss = loss * weight
             metrics |= {"correction_weight": weight, "correction_outside": outside.float()}
 

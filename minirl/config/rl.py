@@ -33,8 +33,9 @@ class CorrectionConfig:
     See algo/correction.py. A setting that is None takes the preset's value.
     """
 
-    #: Presets and their sources are in algo/correction.py. seq-mis is TRL's default.
-    preset: Literal["off", "tis", "icepop", "seq-mask-tis", "seq-mis"] = "tis"
+    #: Presets and their sources are in algo/correction.py. seq-mis is TRL's default. dppo-tv and
+    #: dppo-kl, for answers of weights that are several steps old, take the place of algo.clip_*.
+    preset: Literal["off", "tis", "icepop", "seq-mask-tis", "seq-mis", "dppo-tv", "dppo-kl"] = "tis"
     #: Which trainer-over-engine ratio counts: that of each token, the product over a sequence, or
     #: the geometric mean of the sequence.
     level: Literal["off", "token", "sequence", "geometric"] | None = None
@@ -46,8 +47,9 @@ class CorrectionConfig:
     gate: Literal["ratio", "binary_kl", "tv"] | None = None
     low: Finite | None = None  # Lower bound of the ratio.
     high: Finite | None = None  # Upper bound of the ratio.
-    #: Bound of the gates binary_kl (in nats) and tv (a difference of probabilities).
-    divergence: Positive = 0.05
+    #: Bound of the gates binary_kl (in nats) and tv (a difference of probabilities). Left out:
+    #: 0.05, in dppo-tv 0.15.
+    divergence: Positive | None = None
 
 
 @dataclass(kw_only=True)

@@ -168,7 +168,8 @@ class RolloutConfig:
     #: step k, the generators draw the whole of step k + 1 with the weights that step k began with.
     #: stream: on policy; groups go to the trainers as they finish, and their gradients are summed
     #: while others are still drawn. inflight: generators never wait, weights change while answers
-    #: are drawn, and prompts_per_step * max_staleness groups are under way beside a step's.
+    #: are drawn, and prompts_per_step * max_staleness groups are under way beside a step's; with
+    #: max_staleness above 1 take algo.correction.preset dppo-tv.
     overlap: Literal["lockstep", "stream", "inflight"] = "lockstep"
     #: With inflight: what happens to the keys and values of a running answer when weights change.
     #: recompute: the engine computes them again (exact: the next tokens are the new weights' own).

@@ -173,12 +173,19 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     critic = cfg.critic
     ref = cfg.ref
     distills = algo.advantage == "on_policy_distill"
+    is_dppo = algo.correction.preset.startswith("dppo")
     no_kl = "algo.kl_coef: no KL is computed and no reference is loaded; set algo.kl_coef above 0"
     has_kl = algo.kl_coef > 0
     rules |= {
         "algo.dual_clip: it must be 0 (off) or above 1": algo.dual_clip and algo.dual_clip <= 1,
         "algo.dual_clip, algo.loss: cispo has its bound; set dual_clip to 0": (
             algo.dual_clip and algo.loss == "cispo"
+        ),
+        "algo.correction.preset, algo.loss: dppo replaces the clip of ppo; set loss to ppo": (
+            is_dppo and algo.loss != "ppo"
+        ),
+        "algo.correction.preset, algo.dual_clip: dppo clips nothing; set dual_clip to 0": (
+            is_dppo and algo.dual_clip
         ),
         "algo.kl_estimator, algo.kl_in: unbiased is about the gradient, and a reward has none; "
         "take k1 (or auto)": algo.kl_estimator == "unbiased" and algo.kl_in == "reward",
