@@ -285,9 +285,15 @@ def test_the_lower_bound_refuses_what_no_batch_size_helps():
     check_lower_bound(plan_of(offload, "h100"))
 
 
+def mesh_of(world_size, side):
+    """On CPU, as far as a plan looks at it."""
+    device = torch.device("cpu")
+    return SimpleNamespace(device=device, world_size=world_size, side=side, maxima=lambda n: n)
+
+
 def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
     """And refuses what cannot fit the host, before it loads anything."""
-    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=2, maxima=lambda values: values)
+    mesh = mesh_of(2, "both")
     monkeypatch.setattr(plans, "host_memory", lambda: 2 * 64 * GIB)
 
     def announce(name):
@@ -313,6 +319,93 @@ def test_a_program_on_a_gpu_says_memory_and_no_time():
     assert not re.search(r"\d s\b|seconds", " ".join([verdict, choice, memory_line, last_line]))
     short_of_memory = plan_of(workload_of("Qwen3-32B"), "h100")
     assert plans.short(short_of_memory)[0].startswith("DOES NOT FIT: refit needs")
+
+
+# --------------------------------------------------------------------------------------------------
+# generators and trainers
+
+
+def split_of(name="Qwen3-8B", num_trainers=6, num_generators=2, **settings):
+    generators = {"parallel__generators": num_generators}
+    return workload_of(name, num_trainers, **generators | settings)
+
+
+def test_trainers_have_no_engine_and_generators_nothing_else():
+    """By hand, for 6 + 2 ranks: what each kind holds, and what a refit moves."""
+    plan = plan_of(split_of(), "h100")
+    generators = plan.generators
+    weights = 2 * sizes_of(BIG).parameters
+    assert (plan.engine, plan.lacks, plan.offloads) == (None, "", False)
+    assert plan.alive["refit"]["send buffers"] == weights * 2 / 6
+    assert plan.alive["optimizer"]["parameters"] == 4 * sizes_of(BIG).parameters / 6
+    assert list(generators.memory) == ["rollout"]
+    assert generators.alive["rollout"]["receive buffers"] == 2 * 256 * 2**20
+    engine = generators.engine.config(generators.sleep)
+    assert (engine.sleep, engine.kv_cache_gb) == ("none", 0)  # vLLM takes all that is left.
+    assert engine.gpu_memory_utilization == 0.85
+    # Trainers are planned as a run of so many ranks that samples nothing.
+    alone = plan_of(workload_of(num_gpus=6, rollout__replay="rollouts"), "h100")
+    for phase, size in alone.memory.items():
+        assert plan.memory[phase] == size
+        assert plan.seconds.get(phase) == alone.seconds.get(phase)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_groups"), [("lockstep", 64), ("stream", 64), ("inflight", 64 * 3)]
+)
+def test_a_step_takes_as_long_as_the_slower_kind(overlap, num_groups):
+    plan = plan_of(split_of(rollout__overlap=overlap))
+    generators = plan.generators
+    assert generators.workload.num_in_flight == num_groups * 8
+    draw = sum(generators.seconds.values())
+    assert ("recompute" in generators.seconds) == (overlap == "inflight")
+    seconds = plan.seconds
+    passes = seconds["forward"] + seconds["backward"]
+    if overlap == "stream":
+        last = passes / plan.workload.load.num_micro
+        assert plan.step_seconds == pytest.approx(
+            seconds["refit"] + draw + last + seconds["optimizer"]
+        )
+    else:
+        assert draw > passes + seconds["optimizer"]
+        assert plan.step_seconds == seconds["refit"] + draw
+        # With one generator for each trainer these are the slower ones.
+        even = plan_of(split_of(num_trainers=1, num_generators=7, rollout__overlap=overlap))
+        assert even.step_seconds == pytest.approx(even.busy_seconds)
+    kept = plan_of(split_of(rollout__overlap=overlap, rollout__kv="keep")).generators.seconds
+    assert list(kept) == ["rollout"]
+
+
+def test_a_reference_next_to_a_policy_that_only_trains_moves_only_where_it_must():
+    settings = {"algo__kl_coef": 0.1, "algo__kl_in": "reward"}
+    roomy = plan_of(split_of("Qwen3-4B", **settings), "h200")
+    assert not roomy.offloads and "sleep_wake" not in roomy.seconds
+    tight = plan_of(split_of("Qwen3-32B", policy__optimizer_state="8bit", **settings), "h100")
+    assert tight.offloads and tight.seconds["sleep_wake"] > 0
+    assert tight.on_host > roomy.on_host
+
+
+def test_both_kinds_of_ranks_settle_what_they_need(monkeypatch):
+    """On CPU; the trainers say it for both, and refuse what cannot fit."""
+    monkeypatch.setattr(plans, "host_memory", lambda: 2 * 64 * GIB)
+    cfg = with_setting(fits.job("Qwen3-0.6B"), "parallel.generators", 1)
+    configs = {"policy": fits.MODELS["Qwen3-0.6B"].to_dict()}
+    plan, lines = plans.announce(cfg, configs, mesh_of(1, "trainers"))
+    assert (plan.checkpointing, plan.engine, plan.offloads) == ("off", None, False)
+    assert len(lines) == 4
+    assert lines[2] == "plan: GiB a generator: engine's weights 1.11, KV cache 1.00"
+    plan, lines = plans.announce(cfg, configs, mesh_of(1, "generators"))
+    assert plan.engine.config(plan.sleep).sleep == "none" and lines == []
+
+
+def test_a_split_program_says_a_line_for_each_kind():
+    lines = plans.short(plan_of(split_of(), "h100"))
+    assert lines[0].startswith("6 trainers: fits with activation checkpointing ")
+    assert "KV cache" not in lines[2]
+    assert re.match(r"2 generators: fits: at most .* \(rollout\); KV cache [\d,]+ tokens", lines[3])
+    lines = plans.short(plan_of(split_of("Llama-3.3-70B"), "h100"))
+    assert "6 trainers: DOES NOT FIT: " in lines[0]
+    assert "2 generators: DOES NOT FIT: the KV cache holds 0 tokens" in lines[3]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -555,6 +648,25 @@ def test_a_plan_without_weights(capsys, monkeypatch, config_file):
         assert part in out
 
 
+def test_a_plan_of_both_kinds_of_ranks(capsys, monkeypatch, config_file):
+    split = ["--parallel.generators", 2, "--rollout.overlap", "inflight"]
+    code, out, err = run(capsys, monkeypatch, "--config", config_file, *split)
+    assert (code, err) == (0, "")
+    assert re.search(r"on 8 x h200\n6 trainers: fits .*\n2 generators: fits: .* \(rollout\)\n", out)
+    for part in (
+        "FSDP over 6",
+        "send buffers",
+        "KV cache of an engine",
+        "that its answers may need",
+        "  generators, rollout ",
+        "  generators, recompute ",
+    ):
+        assert part in out
+    small = ["--gpu", "h100", "--memory-gb", 17]
+    code, out, err = run(capsys, monkeypatch, "--config", config_file, *split, *small)
+    assert code == 2 and "2 generators: DOES NOT FIT: " in out
+
+
 def test_what_does_not_fit_ends_with_2_and_what_to_change(capsys, monkeypatch, config_file):
     flags = ["--config", config_file, "--gpus", 1, "--gpu", "h100"]
     code, out, _ = run(capsys, monkeypatch, *flags)
@@ -588,6 +700,12 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
         (["--parallel.experts", "2"], "does not divide the 0 experts of the policy"),
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
         (["--gpus", "3", "--engine.tensor-parallel-size", "2"], "does not divide --gpus 3"),
+        (["--parallel.generators", "8"], "parallel.generators = 8: of --gpus 8 some must train"),
+        (["--parallel.generators", "2", "--parallel.tensor", "4"], "does not divide the 6 ranks"),
+        (
+            ["--parallel.generators", "2", "--engine.tensor-parallel-size", "4"],
+            "does not divide parallel.generators = 2",
+        ),
         (["--config", "no.yaml"], "no such file"),
     ],
 )

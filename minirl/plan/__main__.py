@@ -128,7 +128,12 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"]]:
             configs[role] = read_config(model, setting)
     models = read_models(cfg, configs)
     gpus_per_node = min(flags.gpus_per_node, flags.gpus)
-    workload = Workload(cfg, flags.gpus, models, flags.prompt_tokens, flags.answer_tokens)
+    num_ranks = flags.gpus - cfg.parallel.generators
+    require(
+        num_ranks >= 1,
+        f"parallel.generators = {cfg.parallel.generators}: of --gpus {flags.gpus} some must train",
+    )
+    workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, flags.answer_tokens)
     check(workload)
     return make_plan(workload, card, gpus_per_node), advise(workload, card, gpus_per_node)
 
@@ -171,11 +176,13 @@ def check(workload: Workload) -> None:
             "critic.share_base: policy and critic must both have adapters of one model, and be "
             "alike in dtype, cpu_offload and lora.quantization",
         )
-    if workload.engine:
-        ranks = workload.engine.tensor_parallel_size
+    generating = workload.of_generators() if workload.only_trains else workload
+    if generating.engine:
+        ranks = generating.engine.tensor_parallel_size
         undivided = workload.models["policy"].undivided(ranks, HEADS)
-        if workload.world_size % ranks:
-            undivided = f"--gpus {workload.world_size}"
+        if generating.world_size % ranks:
+            setting = "parallel.generators =" if generating.only_generates else "--gpus"
+            undivided = f"{setting} {generating.world_size}"
         require(not undivided, f"engine.tensor_parallel_size = {ranks} does not divide {undivided}")
     for name, model in workload.models.items():
         undivided = model.undivided(cfg.parallel.tensor)
@@ -237,6 +244,7 @@ def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
     cfg = workload.cfg
     load = workload.load
     sizes = [size for size in SIZES if gpus_per_node % size == 0]
+    generates = workload.engine or workload.only_trains
     choices: dict[str, list[Any]] = {
         "policy.activation_checkpointing": ["auto"],
         "policy.optimizer_state": ["offload"],
@@ -244,7 +252,7 @@ def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
         "tokens_per_rank": [0],
         "parallel.tensor": sizes,
         "parallel.replicate": [1],
-        "engine.tensor_parallel_size": sizes if workload.engine else [],
+        "engine.tensor_parallel_size": sizes if generates else [],
         "engine.sleep": ["auto"] if workload.engine else [],
         "critic.share_base": [True] if "critic" in workload.models else [],
     }
@@ -296,8 +304,11 @@ def page(plan: Plan, advised: list[Advice]) -> str:
     card = plan.card
     # Each rank of a context holds a shard, too.
     shards = workload.world_size // (parallel.replicate * parallel.tensor)
+    num_gpus = sum(side.workload.world_size for side in plan.sides)
+    title = f"{workload.cfg.policy.model} on {num_gpus} x {card.name}"
+    verdicts = [side.verdict for side in plan.sides]
     lines = [
-        f"{workload.cfg.policy.model} on {workload.world_size} x {card.name}: {plan.verdict}",
+        *([title, *verdicts] if plan.generators else [f"{title}: {plan.verdict}"]),
         f"mesh: replicate {parallel.replicate}, FSDP over {shards}, context {parallel.context}, "
         f"tensor {parallel.tensor}; a step: {workload.num_sequences:,} sequences of "
         f"{load.prompt:,} + {load.answer:,} tokens, {workload.num_updates} update(s) of "
@@ -306,22 +317,13 @@ def page(plan: Plan, advised: list[Advice]) -> str:
         "",
         f"memory, GiB a GPU of {plan.limit / GIB:.1f}: the peak of each phase",
     ]
-    for phase, size in most(plan.memory):
-        largest = most(plan.alive[phase], 4)
-        named = [f"{name} {part / GIB:.1f}" for name, part in largest if part > 0.05 * GIB]
-        over = "  <- too much" if size > plan.limit else ""
-        lines.append(f"  {phase:22}{size / GIB:8.1f}  {', '.join(named)}{over}")
-    if plan.engine:
-        states = plan.engine.state_tokens
-        cache = f"KV cache of an engine: {max(0, plan.engine.kv_tokens):,} tokens"
-        more = f"; the states of each sequence take as much as {states:,} of them"
-        lines.append(cache + more * (states > 0))
+    for side in plan.sides:
+        lines += _memory_lines(side)
     if not plan.lacks:
-        lines += [
-            "",
-            f"time of a step: {plan.step_seconds:.1f} s",
-            *(f"  {phase:22}{seconds:8.2f} s" for phase, seconds in plan.seconds.items()),
-        ]
+        lines += ["", f"time of a step: {plan.step_seconds:.1f} s"]
+        for side in plan.sides:
+            for phase, seconds in side.seconds.items():
+                lines.append(f"  {_name(side, phase):22}{seconds:8.2f} s")
     lines += _advice_lines(plan, advised)
     reached = ", ".join(f"{name} {share:.0%}" for name, share in REACHED.items())
     lines += [
@@ -338,12 +340,34 @@ def page(plan: Plan, advised: list[Advice]) -> str:
     return "\n".join(lines)
 
 
+def _memory_lines(plan: Plan) -> list[str]:
+    """Return what each phase takes, and what the KV cache holds."""
+    lines = []
+    for phase, size in most(plan.memory):
+        largest = most(plan.alive[phase], 4)
+        named = [f"{name} {part / GIB:.1f}" for name, part in largest if part > 0.05 * GIB]
+        over = "  <- too much" if size > plan.limit else ""
+        lines.append(f"  {_name(plan, phase):22}{size / GIB:8.1f}  {', '.join(named)}{over}")
+    if plan.engine:
+        states = plan.engine.state_tokens
+        cache = f"KV cache of an engine: {max(0, plan.engine.kv_tokens):,} tokens"
+        if plan.workload.only_generates:
+            cache += f" of {plan.engine.needed_tokens():,} that its answers may need"
+        more = f"; the states of each sequence take as much as {states:,} of them"
+        lines.append(cache + more * (states > 0))
+    return lines
+
+
+def _name(plan: Plan, phase: str) -> str:
+    """Return what a phase is called where there may be two kinds of ranks."""
+    return f"generators, {phase}" if plan.workload.only_generates else phase
+
+
 def _advice_lines(plan: Plan, advised: list[Advice]) -> list[str]:
     """Return what to change: what makes it fit, or else what makes it faster."""
     if plan.lacks and not advised:
-        part, size = max(
-            (most(parts)[0] for parts in plan.alive.values()), key=lambda largest: largest[1]
-        )
+        largest = [most(parts)[0] for side in plan.sides for parts in side.alive.values()]
+        part, size = max(largest, key=lambda part: part[1])
         reason = ""
         if size > plan.limit:
             reason = f" ({part} alone takes {size / GIB:.1f} GiB of {plan.limit / GIB:.1f})"
@@ -357,7 +381,7 @@ def _advice_lines(plan: Plan, advised: list[Advice]) -> list[str]:
         advised = [advice for advice in advised if advice.changes]
     lines = ["", title] if advised else []
     for advice in advised[:MOST_ADVICE]:
-        memory = max(advice.plan.memory.values()) / GIB
+        memory = advice.plan.peak / GIB
         flags = advice.flags or "(as it is)"
         lines.append(f"  {advice.plan.step_seconds:7.1f} s {memory:7.1f} GiB  {flags}")
     return lines

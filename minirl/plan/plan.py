@@ -1,14 +1,16 @@
 """Whether a run fits its GPUs, and how long a step takes.
 
 What training each model costs is in costs.py. Here is what a config asks for, what is on a GPU at
-the same time, and what takes turns.
+the same time, and what takes turns. With `parallel.generators` ranks that train and ranks that
+generate have a plan each: `TrainerPlan` and its `generators`.
 """
 
 import copy
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minirl.base.errors import require
@@ -99,10 +101,11 @@ class Workload:
 
     Args:
         cfg: the config of the run. Lengths and dtypes must be resolved.
-        world_size: number of ranks.
+        world_size: number of ranks; with `parallel.generators`, of trainers alone.
         models: the sizes of its models.
         prompt: tokens of an average prompt; 0: as many as the config allows.
         answer: the same of an answer.
+        only_generates: the ranks are generators instead.
     """
 
     def __init__(
@@ -112,8 +115,14 @@ class Workload:
         models: Mapping[str, ModelSizes],
         prompt: int = 0,
         answer: int = 0,
+        *,
+        only_generates: bool = False,
     ):
         self.cfg = cfg
+        self.only_generates = only_generates
+        self.only_trains = cfg.parallel.generators > 0 and not only_generates
+        self.never_waits = False  # An engine, for a step to begin.
+        self.recomputes = False  # Keys and values, when weights change.
         self.world_size = world_size
         self.models = models
         self.num_updates = 1  # Optimizer steps.
@@ -132,6 +141,10 @@ class Workload:
             samples = cfg.rollout.samples_per_prompt
             self.num_sequences = cfg.rollout.prompts_per_step * samples
             more_prompts = cfg.rollout.extra_prompts + cfg.rollout.ahead
+            if cfg.parallel.generators and cfg.rollout.overlap == "inflight":
+                self.never_waits = True
+                self.recomputes = cfg.rollout.kv == "recompute"
+                more_prompts += cfg.rollout.prompts_per_step * cfg.rollout.max_staleness
             self.num_in_flight = self.num_sequences + more_prompts * samples
             prompt = prompt or cfg.data.max_prompt_tokens
             answer = answer or cfg.env.max_tokens
@@ -141,7 +154,7 @@ class Workload:
             # A function of the user may read them.
             reads_logprobs |= algo.advantage == "on_policy_distill" or ".py" in algo.advantage
             self.bucket_bytes = cfg.refit.bucket_mb * 2**20
-            if not cfg.rollout.replay:
+            if not (cfg.rollout.replay or self.only_trains):
                 longest = cfg.engine.max_model_len + cfg.eval_extra_tokens
                 self.engine = dataclasses.replace(cfg.engine, max_model_len=longest)
         # How often the policy computes log-probs before its first update: its own, and those of
@@ -171,6 +184,24 @@ class Workload:
             self.load,
             num_micro=math.ceil(self.num_on_rank / num_answers),
             tokens=self.load.rows(num_answers),
+        )
+
+    @property
+    def who(self) -> str:
+        """Return how many ranks these are of which kind; empty: all do everything."""
+        kind = "generator" if self.only_generates else "trainer"
+        has_kinds = self.only_generates or self.only_trains
+        return f"{self.world_size} {kind}{'s' * (self.world_size > 1)}" if has_kinds else ""
+
+    def of_generators(self) -> "Workload":
+        """Return what the generators of these trainers do."""
+        return Workload(
+            self.cfg,
+            self.cfg.parallel.generators,
+            self.models,
+            self.load.prompt,
+            self.load.answer,
+            only_generates=True,
         )
 
     def choices(self) -> Iterator["Workload"]:
@@ -235,10 +266,15 @@ class Engine:
         self.state_tokens = math.ceil(self.state_bytes / self.kv_bytes)
         without_cache = self.weights + ENGINE_WORKSPACE + self.graphs + CONTEXT
         cache = cfg.gpu_memory_utilization * card.memory_gib * GIB - without_cache
-        needed = self._needed_tokens() * self.kv_bytes
+        needed = self.needed_tokens() * self.kv_bytes
         if cfg.kv_cache_gb:
             cache = cfg.kv_cache_gb * GIB
-        elif len(self.model.layers) == 1 and not self.state_bytes and needed < cache:
+        elif (
+            not workload.only_generates  # where nobody else wants the memory
+            and len(self.model.layers) == 1
+            and not self.state_bytes
+            and needed < cache
+        ):
             # As large as a step can use. Of layers that differ vLLM decides what a token takes.
             cache = needed
         else:
@@ -247,7 +283,7 @@ class Engine:
         self.total = without_cache + cache
         self.kv_tokens = int(cache // self.kv_bytes)
 
-    def _needed_tokens(self) -> int:
+    def needed_tokens(self) -> int:
         """Return how many tokens of the cache the sequences of a step need at the same time."""
         workload = self.workload
         num_sequences = math.ceil(workload.num_in_flight * self.ranks / workload.world_size)
@@ -278,6 +314,25 @@ class Engine:
         """Return how many bytes are mapped before it works, and unmapped afterwards."""
         return {"none": 0.0, "cache": self.cache}.get(sleep, self.cache + self.weights)
 
+    def at_once(self) -> float:
+        """Return how many sequences it generates at the same time, on average."""
+        workload = self.workload
+        num = workload.num_in_flight if workload.never_waits else workload.num_sequences
+        length = workload.load.prompt + workload.load.answer / 2
+        room = max(1.0, self.kv_tokens / (length + self.state_tokens))
+        of_engine = num * self.ranks / workload.world_size
+        return min(of_engine, self.cfg.max_num_seqs or MOST_SEQS, room)
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """Return the seconds of reading so many tokens."""
+        flops = costs.forward_flops(self.model, 1, 1, 0)
+        return tokens * self.card.computing(flops / self.ranks)
+
+    def recompute_seconds(self) -> float:
+        """Return the seconds of reading again what was generated so far, under new weights."""
+        load = self.workload.load
+        return self.prefill_seconds(self.at_once() * (load.prompt / load.samples + load.answer / 2))
+
     def seconds(self) -> float:
         """Return the seconds of generating a step's answers.
 
@@ -288,12 +343,10 @@ class Engine:
         load = self.workload.load
         num_sequences = self.workload.num_sequences * self.ranks / self.workload.world_size
         length = load.prompt + load.answer / 2
-        room = max(1.0, self.kv_tokens / (length + self.state_tokens))
-        at_once = min(num_sequences, self.cfg.max_num_seqs or MOST_SEQS, room)
+        at_once = self.at_once()
         of_sequence = length * self.kv_bytes + 2 * self.state_bytes
         reading = self.card.moving(self.weights + at_once * of_sequence)
-        of_token = self.card.computing(costs.forward_flops(model, 1, 1, 0) / self.ranks)
-        step = max(reading, at_once * of_token)
+        step = max(reading, self.prefill_seconds(at_once))
         if self.cfg.enforce_eager:
             step = max(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
         # While the device computes a step, the host prepares the next one.
@@ -301,9 +354,11 @@ class Engine:
         if self.ranks > 1:  # A sum after attention and one after the MLP.
             summed = 2 * at_once * model.hidden * 2 * (1 - 1 / self.ranks)
             step += 2 * model.num_layers * (SHORTEST_COLLECTIVE + self.card.sending(summed))
-        waves = max(1.0, num_sequences / at_once)
+        waves = num_sequences / at_once
+        if not self.workload.never_waits:
+            waves = max(1.0, waves)
         prompts = num_sequences / load.samples * load.prompt
-        return waves * load.answer * step + prompts * of_token
+        return waves * load.answer * step + self.prefill_seconds(prompts)
 
     def in_refit(self, policy: Training) -> Parts:
         """Return what is on the device while it gets the policy's weights."""
@@ -331,7 +386,7 @@ class Engine:
 
 
 class Plan:
-    """What a run takes on its fullest GPU.
+    """What a run takes on its fullest GPU, or on that of the ranks that its workload is of.
 
     Args:
         workload: what the run does.
@@ -341,6 +396,8 @@ class Plan:
         sleep: what sleeps in turn, if there is an engine.
         liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
     """
+
+    generators: "GeneratorPlan | None" = None  # Of ranks that generate for these.
 
     def __init__(
         self,
@@ -360,7 +417,8 @@ class Plan:
         self.engine = Engine(workload, workload.engine, card) if workload.engine else None
         self.trained: dict[str, Training] = {}
         cfg = workload.cfg
-        for name, model in workload.models.items():
+        models = {} if workload.only_generates else workload.models
+        for name, model in models.items():
             critic = cfg.critic if isinstance(cfg, RLConfig) and name == "critic" else None
             policy = critic or cfg.policy
             score: costs.LossName = "value" if critic else "reward"
@@ -380,13 +438,32 @@ class Plan:
             )
         # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
         self.on_host = self.engine.on_host if self.engine else 0.0
-        for training in self.trained.values():
-            self.on_host += training.on_host(sleeps=self.offloads and self.engine is not None)
+        for name, training in self.trained.items():
+            self.on_host += training.on_host(sleeps=self._sleeps(name))
         self.alive = self._alive()  # Most bytes at once by phase, and what they are for.
         sums = {phase: sum(parts.values()) for phase, parts in self.alive.items()}
         self.memory = dict(most(sums))
         self.seconds = self._seconds()  # Of a step, by phase.
-        self.step_seconds = sum(self.seconds.values())
+
+    @property
+    def busy_seconds(self) -> float:
+        """Return the seconds of a step in which these ranks work."""
+        return sum(self.seconds.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step."""
+        return self.busy_seconds
+
+    @property
+    def sides(self) -> list["Plan"]:
+        """Return this plan and that of the generators, if there are any."""
+        return [self, self.generators] if self.generators else [self]
+
+    @property
+    def peak(self) -> float:
+        """Return the bytes on the fullest GPU of all."""
+        return max(max(plan.memory.values()) for plan in self.sides)
 
     @property
     def used(self) -> float:
@@ -396,11 +473,16 @@ class Plan:
     @property
     def offloads(self) -> bool:
         """Return whether models are in host memory while they do not compute."""
-        return self.engine is None or self.sleep == "all"
+        return self.sleep == "all"
 
     @property
     def lacks(self) -> str:
-        """Return what does not fit; empty: all does."""
+        """Return what does not fit, here or on the generators; empty: all does."""
+        return next(filter(None, (plan.shortage for plan in self.sides)), "")
+
+    @property
+    def shortage(self) -> str:
+        """Return what does not fit on these ranks; empty: all does."""
         phase, needed = most(self.memory)[0]
         if needed > self.limit:
             part, size = most(self.alive[phase])[0]
@@ -424,14 +506,13 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Return whether it fits, and with which checkpointing."""
+        """Return whether it fits on these ranks, and with which checkpointing."""
         phase, size = most(self.memory)[0]
-        if self.lacks:
-            return f"DOES NOT FIT: {self.lacks}"
-        return (
-            f"fits with activation checkpointing {self.checkpointing}: at most "
-            f"{size / GIB:.1f} of {self.limit / GIB:.1f} GiB ({phase})"
-        )
+        who = f"{self.workload.who}: " if self.workload.who else ""
+        if self.shortage:
+            return f"{who}DOES NOT FIT: {self.shortage}"
+        how = f" with activation checkpointing {self.checkpointing}" if self.trained else ""
+        return f"{who}fits{how}: at most {size / GIB:.1f} of {self.limit / GIB:.1f} GiB ({phase})"
 
     @property
     def asleep(self) -> str:
@@ -463,7 +544,8 @@ class Plan:
         workload = self.workload
         engine = self.engine
         policy = self.trained["policy"]
-        always = {"CUDA context": CONTEXT, "NCCL": NCCL if workload.world_size > 1 else 0.0}
+        is_alone = workload.world_size == 1 and not workload.only_trains
+        always = {"CUDA context": CONTEXT, "NCCL": 0.0 if is_alone else NCCL}
         phases: dict[str, Parts] = {}
         kept = self._kept()
         # The optimizer's state sleeps until the first step, if an engine has put it to sleep.
@@ -501,6 +583,10 @@ class Plan:
             if not (self.engine and self.offloads):
                 kept[name][f"{name}'s optimizer state"] = training.optimizer * stays
         return kept
+
+    def _sleeps(self, name: str) -> bool:
+        """Return whether a model is in host memory in a part of each step."""
+        return self.offloads and self.engine is not None
 
     def _seconds(self) -> dict[str, float]:
         """Return the seconds of a step's phases: the longer of computing and sending."""
@@ -558,9 +644,116 @@ class Plan:
         return used if self.offloads or not both_fit else 0.0
 
 
+class GeneratorPlan(Plan):
+    """What the ranks take that only generate: an engine that never sleeps, and a refit's buffers.
+
+    Args:
+        workload: what they do.
+        card: the GPUs.
+        gpus_per_node: how many of them are linked.
+    """
+
+    engine: Engine
+
+    def __init__(self, workload: Workload, card: Card, gpus_per_node: int):
+        super().__init__(workload, card, gpus_per_node, "off", "none")
+
+    def _alive(self) -> dict[str, Parts]:
+        """Return what is on the device. A refit is between two steps of the engine."""
+        buffers = 2.0 * self.workload.bucket_bytes
+        parts = {"engine": self.engine.total, "NCCL": NCCL, "receive buffers": buffers}
+        return {"rollout": parts}
+
+    def _seconds(self) -> dict[str, float]:
+        """Return the seconds of a step's phases."""
+        seconds = {"rollout": self.engine.seconds()}
+        if self.workload.recomputes:
+            seconds["recompute"] = self.engine.recompute_seconds()
+        return seconds
+
+
+class TrainerPlan(Plan):
+    """What the ranks take that only train, while others generate.
+
+    Args:
+        workload: what they do.
+        card, gpus_per_node, checkpointing, liger: as those of `Plan`.
+        sleep: all: a model is in host memory while another one computes; or none.
+        generators: the plan of the others.
+    """
+
+    generators: GeneratorPlan
+
+    def __init__(
+        self,
+        workload: Workload,
+        card: Card,
+        gpus_per_node: int,
+        checkpointing: Checkpointing,
+        sleep: Sleep = "none",
+        *,
+        generators: GeneratorPlan,
+        liger: bool = True,
+    ):
+        self.generators = generators
+        num_ranks = workload.world_size + generators.workload.world_size
+        self.is_across = num_ranks > gpus_per_node  # A refit, several nodes.
+        # Each trainer sends its share of the weights to every engine.
+        received = generators.engine.weights * generators.workload.world_size
+        self.sent = received / workload.world_size
+        super().__init__(workload, card, gpus_per_node, checkpointing, sleep, liger=liger)
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step. Both kinds of ranks work at the same time."""
+        cfg = self.workload.cfg
+        draw = self.generators.busy_seconds
+        refit = self.seconds["refit"]
+        train = self.busy_seconds - refit
+        if isinstance(cfg, RLConfig) and cfg.rollout.overlap == "stream":
+            # The last micro-batch waits for the last answers.
+            update = self.seconds["optimizer"]
+            passes = train - update
+            return refit + max(draw + passes / self.workload.load.num_micro, passes) + update
+        return refit + max(train, draw)
+
+    def _sleeps(self, name: str) -> bool:
+        """Return whether a model is in host memory in a part of each step."""
+        return self.offloads and name != "policy"
+
+    def _alive(self) -> dict[str, Parts]:
+        """Return what is on the device in each phase."""
+        refit = {"CUDA context": CONTEXT, "NCCL": NCCL, "send buffers": self.sent}
+        for parts in self._kept().values():
+            refit |= parts
+        return super()._alive() | {"refit": refit}
+
+    def _seconds(self) -> dict[str, float]:
+        """Return the seconds of a step's phases."""
+        slower = max(self.sent, self.generators.engine.weights)
+        seconds = {"refit": self.card.sending(slower, across=self.is_across)}
+        moved = 0.0
+        for name, training in self.trained.items():
+            moved += (training.parameters + training.optimizer) * self._sleeps(name)
+        if moved:
+            seconds["sleep_wake"] = self.card.to_host(2 * moved)
+        return seconds | super()._seconds()
+
+
 def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
     """Return the largest sizes and their names, the largest first."""
     return sorted(sizes.items(), key=lambda item: -item[1])[:num]
+
+
+def planner_of(
+    workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
+) -> Callable[..., Plan]:
+    """Return what makes plans of a workload, given it, checkpointing and sleep."""
+    given: dict[str, Any] = {"card": card, "gpus_per_node": gpus_per_node, "liger": liger}
+    if not workload.only_trains:
+        return functools.partial(Plan, **given)
+    generators = GeneratorPlan(workload.of_generators(), card, gpus_per_node)
+    return functools.partial(TrainerPlan, **given, generators=generators)
 
 
 def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool = True) -> Plan:
@@ -576,27 +769,30 @@ def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
     sleeps = SLEEP
     if not workload.engine or workload.engine.sleep != "auto":
         sleeps = (workload.engine.sleep if workload.engine else "all",)
+    if workload.only_trains:  # A policy alone has nobody to make room for.
+        sleeps = ("none", "all") if len(workload.models) > 1 else ("none",)
+    plan_of = planner_of(workload, card, gpus_per_node, liger=liger)
     fitting: list[Plan] = []
     for checkpointing in kinds:
         for sleep in sleeps:
-            plan = Plan(workload, card, gpus_per_node, checkpointing, sleep, liger=liger)
+            plan = plan_of(workload, checkpointing=checkpointing, sleep=sleep)
             # What the settings ask for may take all of the card.
-            if plan.lacks or (sleep != sleeps[-1] and plan.used > MOST_USED):
+            if plan.shortage or (sleep != sleeps[-1] and plan.used > MOST_USED):
                 continue
             fitting.append(plan)
             fastest = math.inf
             for load in workload.choices():
-                plan = Plan(load, card, gpus_per_node, checkpointing, sleep, liger=liger)
-                if plan.lacks or plan.used > MOST_USED:
+                plan = plan_of(load, checkpointing=checkpointing, sleep=sleep)
+                if plan.shortage or plan.used > MOST_USED:
                     continue
-                if plan.step_seconds * LEAST_GAIN > fastest:
+                if plan.busy_seconds * LEAST_GAIN > fastest:
                     break  # And so are smaller micro-batches.
-                fastest = min(fastest, plan.step_seconds)
+                fastest = min(fastest, plan.busy_seconds)
                 fitting.append(plan)
     if not fitting:
         return plan
-    longest = min(plan.step_seconds for plan in fitting) / LEAST_GAIN
-    equal = [plan for plan in fitting if plan.step_seconds <= longest]
+    longest = min(plan.busy_seconds for plan in fitting) / LEAST_GAIN
+    equal = [plan for plan in fitting if plan.busy_seconds <= longest]
     return min(equal, key=lambda plan: (SLEEP.index(plan.sleep), plan.used))
 
 
@@ -611,11 +807,12 @@ def announce(
 
     Nothing is said about time: a step took 1.6 times its roofline when that was measured. On CPU
     nothing sleeps, and the lines compare the tensors of a rank with its share of the memory.
+    Generators have a plan of their own, and leave it to the trainers to say something.
 
     Args:
         cfg: the config of the run.
         configs: as `read_models` takes them.
-        mesh: of the run.
+        mesh: of the run, or of the side that this rank is on.
 
     Raises:
         UserError: weights, gradients and optimizer state do not fit the ranks' devices.
@@ -627,7 +824,7 @@ def announce(
     is_cuda = mesh.device.type == "cuda"
     if not (is_cuda or cfg.tokens_per_rank):
         cfg = dataclasses.replace(cfg, tokens_per_rank=max(CPU_TOKENS, longest_of(cfg)))
-    workload = Workload(cfg, mesh.world_size, read_models(cfg, configs))
+    models = read_models(cfg, configs)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
     name = "CPU"
     memory = host_memory() // per_node
@@ -637,30 +834,48 @@ def announce(
         memory = properties.total_memory
     # All ranks must come to the same plan: that of the one with the least memory.
     card = of_device(name, -int(mesh.maxima(torch.tensor([-memory]))))
+    if mesh.side == "generators":
+        workload = Workload(cfg, mesh.world_size, models, only_generates=True)
+        return GeneratorPlan(workload, card, per_node), []
+    workload = Workload(cfg, mesh.world_size, models)
     if is_cuda:
         plan = make_plan(workload, card, per_node, liger=fused.has_liger())
         lines = short(plan)
     else:
         wanted = cfg.policy.activation_checkpointing
         checkpointing: Checkpointing = "off" if wanted == "auto" else wanted
-        plan = Plan(workload, card, per_node, checkpointing, liger=False)
+        plan = planner_of(workload, card, per_node, liger=False)(
+            workload, checkpointing=checkpointing
+        )
         parts = plan.alive["backward"] | {costs.OPTIMIZER: plan.alive["optimizer"][costs.OPTIMIZER]}
         for overhead in ("CUDA context", "NCCL", "engine's graphs"):
             parts.pop(overhead, None)
         if plan.engine:
-            parts["engine's weights"] = plan.engine.weights
-            parts["KV cache"] = (plan.engine.cfg.kv_cache_gb or 1.0) * GIB
+            parts |= _on_cpu(plan.engine)
         needed = sum(parts.values()) / GIB
         verdict = "may not fit" if needed > card.memory_gib else "fits"
-        largest = [f"{part} {n / GIB:.2f}" for part, n in most(parts, 5) if n > 0.005 * GIB]
         lines = [
             f"{verdict}: {needed:.2f} GiB of tensors a rank of {card.memory_gib:.1f} GiB, this "
             f"machine's memory over its {per_node} ranks",
-            f"GiB a rank: {', '.join(largest)}",
+            f"GiB a rank: {_largest(parts)}",
             "no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
         ]
+        if plan.generators:
+            lines.insert(2, f"GiB a generator: {_largest(_on_cpu(plan.generators.engine))}")
     check_lower_bound(plan)
     return plan, [f"plan: {line}" for line in (*lines, plan.note) if line]
+
+
+def _on_cpu(engine: Engine) -> Parts:
+    """Return what an engine takes on a CPU."""
+    cache = (engine.cfg.kv_cache_gb or 1.0) * GIB
+    return {"engine's weights": engine.weights, "KV cache": cache}
+
+
+def _largest(parts: Parts) -> str:
+    """Return the five largest parts, in GiB."""
+    largest = [f"{part} {n / GIB:.2f}" for part, n in most(parts, 5) if n > 0.005 * GIB]
+    return ", ".join(largest)
 
 
 def host_memory() -> int:
@@ -692,12 +907,16 @@ def check_lower_bound(plan: Plan) -> None:
 def short(plan: Plan) -> list[str]:
     """Return the lines of a run on GPUs."""
     memory = ", ".join(f"{phase} {size / GIB:.1f}" for phase, size in most(plan.memory, 4))
-    cache = f"; KV cache {max(0, plan.engine.kv_tokens):,} tokens an engine" if plan.engine else ""
+    engine = plan.engine or (plan.generators and plan.generators.engine)
+    cache = f"; KV cache {max(0, engine.kv_tokens):,} tokens an engine" if engine else ""
     load = plan.workload.load
-    return [
+    lines = [
         plan.verdict,
         f"{plan.asleep}a step in {load.num_micro} micro-batch(es) of at most "
         f"{plan.workload.tokens_per_rank:,} rows a rank (tokens_per_rank)",
-        f"GiB a GPU of {plan.card.memory_gib:.1f} GiB: {memory}{cache}",
-        "by formulas; python -m minirl.plan has the roofline of a step's time, and advice",
+        f"GiB a GPU of {plan.card.memory_gib:.1f} GiB: {memory}{cache * (not plan.generators)}",
     ]
+    if plan.generators:
+        lines.append(plan.generators.verdict + cache)
+    lines.append("by formulas; python -m minirl.plan has the roofline of a step's time, and advice")
+    return lines
