@@ -392,6 +392,8 @@ def flags(folder: Path, name: str) -> list[str]:
         ]
     if "lora" in name:  # whose rank and blocks are too large for the tiny model
         given += ["--policy.lora.rank", 4, "--policy.lora.quantization", "none"]
+    if "split" in name:  # There is one rank.
+        given += ["--parallel.generators", 0, "--rollout.overlap", "lockstep"]
     if name == "search":
         given += ["--env.name", f"tools:search,calculate?corpus={corpus(folder)}"]
     return [str(flag) for flag in given]

@@ -58,6 +58,7 @@ RECIPES = {
     "reinforce_pp": [],
     "reinforce_pp_baseline": [],
     "quickstart_rl": [],
+    "quickstart_split": ["--parallel.generators", 0],  # There is one rank.
     "ppo": ["--critic.warmup-steps", 0],
     "on_policy_distill": ["--ref.model", "{folder}/teacher/model"],
     "smollm2_products": SCRATCH,
@@ -74,6 +75,7 @@ ENVIRONMENTS = (
     "images",
     "qwen3_1.7b_1gpu",
     "qwen3_8b_8gpu",
+    "qwen3_4b_split_8gpu",
     "qwen3_32b_8gpu",
     "qwen3_30b_a3b_8gpu",
     "qwen3_8b_qlora_1gpu",
@@ -84,6 +86,7 @@ ENVIRONMENTS = (
 SIZED = {
     "qwen3_1.7b_1gpu": (1, "h100", "Qwen3-1.7B"),
     "qwen3_8b_8gpu": (8, "h100", "Qwen3-8B"),
+    "qwen3_4b_split_8gpu": (8, "h100", "Qwen3-4B"),
     "qwen3_32b_8gpu": (8, "h100", "Qwen3-32B"),
     "qwen3_30b_a3b_8gpu": (8, "h200", "Qwen3-30B-A3B"),
     "qwen3_8b_qlora_1gpu": (1, "rtx4090", "Qwen3-8B"),
@@ -310,7 +313,7 @@ def test_sized_recipe_fits_by_the_planner(name, tmp_path):
     given = command.replace("configs/", f"{path.parent}/").split()
     plan, advised = planner.plan_of_flags([*given, "--policy.model", str(tmp_path)])
     assert plan.lacks == ""
-    gib = f"{max(plan.memory.values()) / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
+    gib = f"{plan.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head
     assert advised[0].changes == ()
 
