@@ -28,6 +28,7 @@ SOME = (
     "latent mixture",
     "four bits",
     "hybrid, full",
+    "six trainers of 32B",
 )
 
 

@@ -65,9 +65,10 @@ NF4 = LORA | {"quantization": "nf4"}
 
 @dataclass(kw_only=True)
 class Case:
-    """A model, and how 8 GPUs train it."""
+    """A model, and how GPUs of a node train it."""
 
     model: Any
+    world_size: int = 8
     checkpointing: str = "selective"
     policy: dict[str, Any] = field(default_factory=dict)  # Other settings.
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class Case:
             model=read_sizes(self.model.to_dict(), score=score, policy=policy),
             card=CARDS["h200"],
             gpus_per_node=8,
-            world_size=8,
+            world_size=self.world_size,
             policy=policy,
             parallel=fill_config(ParallelConfig, self.parallel),
             load=self.load,
@@ -125,6 +126,8 @@ CASES = {
     "hybrid, full": Case(model=HYBRID, checkpointing="full"),
     "hybrid, tensor 2": Case(model=HYBRID, parallel={"tensor": 2}),
     "hybrid mixture": Case(model=Qwen3NextConfig()),
+    # Next to two generators, whose engines a refit fills.
+    "six trainers of 32B": Case(model=MODELS["Qwen3-32B"], world_size=6),
 }
 
 
