@@ -57,6 +57,7 @@ def load(folder: Path, world: int) -> None:
         fsdp=axes["dp_shard_cp"],
         context=None,
         tensor=axes["tp"],
+        device_group=dist.distributed_c10d._get_default_group(),
         host_group=dist.distributed_c10d._get_default_group(),
         store=dist.distributed_c10d._get_default_store(),
     )

@@ -336,6 +336,7 @@ def _measure_call_of(
         fsdp=axis,
         context=None,
         tensor=axis,
+        device_group=dist.distributed_c10d._get_default_group(),
         host_group=dist.distributed_c10d._get_default_group(),
         store=dist.distributed_c10d._get_default_store(),
         shapes=shapes,

@@ -27,7 +27,7 @@ from minirl.data.order import make_order
 from minirl.data.rows import Rows, errors_at
 from minirl.data.vision import Vision
 from minirl.parallel.machines import errors_of_all
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 from minirl.types.packed import ImageSpan, Trajectory, prompt_length
 
 # Episodes of a judged answer:
@@ -291,7 +291,7 @@ class Chats:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: list[int],
         cfg: ChatsConfig | PairsConfig,
-        mesh: Mesh,
+        mesh: World,
         thread: Executor,
         *,
         seed: int,

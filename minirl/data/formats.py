@@ -29,7 +29,7 @@ from minirl.data.images import attach
 from minirl.data.rows import Rows
 from minirl.data.sources import Source, open_rows
 from minirl.data.tokenizer import read_template_kwargs, read_tools, without_none
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 
 # What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
 # default name; a setting that asks for another name has no alternatives.
@@ -211,7 +211,7 @@ def refuse_chats(cfg: RowsConfig, *values: object) -> None:
 
 
 def open_examples(
-    source: str | list[str], setting: str, cfg: ChatsConfig | PairsConfig, mesh: Mesh
+    source: str | list[str], setting: str, cfg: ChatsConfig | PairsConfig, mesh: World
 ) -> Rows:
     """Return rows to imitate or to compare, in the order of their sources. Collective.
 

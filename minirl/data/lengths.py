@@ -13,10 +13,10 @@ from minirl.data.order import make_order
 from minirl.data.prompts import Prompts
 from minirl.data.rows import Rows, errors_at
 from minirl.parallel.machines import errors_of_all
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 
 
-def check_lengths(prompts: Prompts, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:
+def check_lengths(prompts: Prompts, mesh: World, bit: int, num_tickets: int | None = None) -> int:
     """Encode prompts that may be too long, and drop those longer than data.max_prompt_tokens.
 
     With data.too_long = truncate_left they are cut when they are used; one with images cannot

@@ -18,7 +18,7 @@ from minirl.base.errors import UserError, require
 from minirl.base.log import say
 from minirl.data.rows import Order, Rows
 from minirl.parallel.machines import errors_of_all
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 
 # What stands for a row: 8 bytes for its prompt, and 8 for all of it. Numbers that compare as the
 # bytes do.
@@ -34,7 +34,7 @@ HELD_OUT_SHARE = 8
 
 
 def read_rows(
-    rows: Rows, mesh: Mesh, seed: int, held_out: int | None = 0, mark: Mark = lambda row: 0
+    rows: Rows, mesh: World, seed: int, held_out: int | None = 0, mark: Mark = lambda row: 0
 ) -> tuple[Rows, Rows]:
     """Read every row once, and divide them into those to train on and `held_out` others.
 
@@ -124,7 +124,7 @@ def _digest(row: dict, seed: int) -> bytes:
     return first + prompt_hash.digest()[:half]
 
 
-def _default_held_out(digests: np.ndarray, rows: Rows, mesh: Mesh) -> int:
+def _default_held_out(digests: np.ndarray, rows: Rows, mesh: World) -> int:
     """Return how many rows to hold out where data.held_out does not say, and say it if few."""
     num_prompts = 0
     for part in (digests[: 2**16], digests):  # The first ones nearly always suffice.

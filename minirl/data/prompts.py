@@ -12,14 +12,14 @@ from minirl.data.order import make_order
 from minirl.data.rows import Rows
 from minirl.data.sources import Source, open_rows
 from minirl.data.vision import Vision
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 
 
 def open_prompts(
     source: str | list[str],
     setting: str,
     cfg: DataConfig,
-    mesh: Mesh,
+    mesh: World,
     *,
     env_prompts: bool = False,
 ) -> Rows:

@@ -46,7 +46,7 @@ from minirl.config.validate import GYM, check_source
 from minirl.config.values import read_word
 from minirl.data.rows import MakeRow, Rows
 from minirl.parallel.machines import check_same, errors_of_all
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 
 # `datasets` and reasoning-gym take a second each to import, and most runs read JSON lines.
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class JsonLines(Sequence):
     Memory holds 8 bytes a line.
     """
 
-    def __init__(self, file: io.BufferedReader, label: str, mesh: Mesh | None = None):
+    def __init__(self, file: io.BufferedReader, label: str, mesh: World | None = None):
         """Find the lines of the file. Collective with a mesh: each rank reads its share.
 
         Args:
@@ -181,7 +181,7 @@ class Source:
         return f"{self.label}: row {number + 1}"
 
 
-def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
+def open_source(text: str, setting: str, mesh: World | None = None) -> Source:
     """Open a source. Collective with a mesh.
 
     Args:
@@ -232,7 +232,7 @@ def open_rows(
     setting: str,
     make_row: MakeRow,
     cfg: RowsConfig,
-    mesh: Mesh,
+    mesh: World,
     *,
     distinct: bool = False,
     env_prompts: bool = False,

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from minirl.base.oversight import Oversight
 from minirl.config.policy import ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.parallel.mesh import ExpertMesh, Mesh, World
+from minirl.parallel.sides import enter_side, side_of
 from minirl.types.packed import Context
 
 # Options of mallopt, from glibc's malloc.h.
@@ -129,14 +131,14 @@ def make_world(
     device: torch.device, timeout: timedelta | None = None, watch: Oversight | None = None
 ) -> World:
     """Return the world of an initialised default process group. Collective."""
+    device_group = host_group = dist.distributed_c10d._get_default_group()
     if device.type == "cuda":
         host_group = dist.new_group(backend="gloo", timeout=timeout)
-    else:
-        host_group = dist.distributed_c10d._get_default_group()
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=device,
+        device_group=device_group,
         host_group=host_group,
         store=dist.distributed_c10d._get_default_store(),
         watch=watch or Oversight(),
@@ -146,18 +148,27 @@ def make_world(
 def arrange(
     world: World, parallel: ParallelConfig | None = None, timeout: timedelta | None = None
 ) -> Mesh:
-    """Arrange the ranks of a world in a mesh. Collective.
+    """Arrange the ranks of a world in a mesh, or those of each side in one of its own. Collective.
 
     Raises:
         UserError: the axes do not multiply to the size of the world.
     """
     parallel = parallel or ParallelConfig()
+    num_trainers = world.world_size - parallel.generators
+    validate_parallel(parallel, num_trainers)
+    whole: World | None = None
+    side: Literal["both", "trainers", "generators"] = "both"
+    if parallel.generators:
+        whole, side = world, side_of(world.rank, num_trainers)
+        enter_side(world, num_trainers, timeout)
+        world = make_world(world.device, timeout, world.watch)
+    if side == "generators":
+        parallel = ParallelConfig()
     world_size = world.world_size
-    validate_parallel(parallel, world_size)
     # To parameters the context axis is more of dp_shard. One axis for both, because torch
     # deprecates slices with a flattened axis in them.
     num_shards = world_size // (parallel.replicate * parallel.tensor)
-    whole = init_device_mesh(
+    axes = init_device_mesh(
         world.device.type,
         (parallel.replicate, num_shards, parallel.tensor),
         mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
@@ -186,10 +197,12 @@ def arrange(
         )
     return Mesh(
         **vars(world),
-        fsdp=_fsdp_axes(whole, "dp_shard_cp"),
+        fsdp=_fsdp_axes(axes, "dp_shard_cp"),
         context=context,
-        tensor=whole["tp"],
+        tensor=axes["tp"],
         experts=experts,
+        side=side,
+        whole=whole,
     )
 
 

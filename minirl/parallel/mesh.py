@@ -49,7 +49,8 @@ class World:
     rank: int
     world_size: int
     device: torch.device
-    # A gloo twin of the world for numpy arrays and counters, which then never pass the accelerator.
+    device_group: ProcessGroup  # For tensors on the device.
+    # A gloo twin of it for numpy arrays and counters, which then never pass the accelerator.
     host_group: ProcessGroup
     store: dist.Store
     watch: Oversight = field(default_factory=Oversight)  # Of this process.
@@ -178,8 +179,15 @@ class Mesh(World):
     tensor: DeviceMesh
     # None if experts are sharded like all other parameters.
     experts: ExpertMesh | None = None
-    # What all of its ranks do. With parallel.generators each side has a mesh of its own.
+    # What all of its ranks do. With parallel.generators each side has a mesh of its own, and
+    # `whole` has the ranks of both.
     side: Literal["both", "trainers", "generators"] = "both"
+    whole: World | None = None
+
+    @property
+    def everyone(self) -> World:
+        """Return all ranks of the run, also those of the other side."""
+        return self.whole or self
 
     @property
     def context_size(self) -> int:

@@ -37,7 +37,7 @@ from minirl.config.shared import RewardConfig
 from minirl.data import chat
 from minirl.data.prompts import Prompts
 from minirl.parallel.machines import errors_of_all
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, TrainerState
 from minirl.rewards.adapters import foreign_prefix
 from minirl.rewards.functions import REWARDS
@@ -105,7 +105,7 @@ def find_reward(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
 # the first call
 
 
-def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Mesh) -> None:
+def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: World) -> None:
     """Call the functions of files once, on rank 0. Collective.
 
     Args:

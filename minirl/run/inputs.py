@@ -64,7 +64,7 @@ from minirl.parallel.machines import (
     errors_of_all,
     ranks_of_node,
 )
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import World
 from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rewards.scoring import Rewards
 from minirl.rollout import records
@@ -107,7 +107,7 @@ class Inputs:
         description: the numbers of prompts, for the log.
     """
 
-    def __init__(self, cfg: RLConfig, mesh: Mesh):
+    def __init__(self, cfg: RLConfig, mesh: World):
         # 1. Settings, and the output folder.
         check_settings(cfg, mesh.world_size)
         check_output(cfg, mesh)
@@ -244,7 +244,7 @@ def num_tickets(cfg: RLConfig) -> int | None:
 
 
 def check_same_models(
-    cfg: RLConfig | SupervisedConfig, folders: dict[str, Path], mesh: Mesh
+    cfg: RLConfig | SupervisedConfig, folders: dict[str, Path], mesh: World
 ) -> None:
     """Refuse models with weights or a config of other sizes on another machine. Collective.
 
@@ -276,7 +276,7 @@ def check_routers(cfg: RLConfig, policy: PretrainedConfig, critic: PretrainedCon
     )
 
 
-def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
+def check_output(cfg: TrainingConfig, mesh: World) -> None:
     """Refuse the folder of another run, and one that not all machines share. Collective.
 
     A resumed run's settings are compared with those that it was begun with.
@@ -343,7 +343,7 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
 
 
 def find_model(
-    cfg: RLConfig | EvaluateConfig | SupervisedConfig, mesh: Mesh, *, chats: bool = True
+    cfg: RLConfig | EvaluateConfig | SupervisedConfig, mesh: World, *, chats: bool = True
 ) -> ModelFiles:
     """Find and check the model of a program; that of `scratch` is made by `make_scratch`.
 
@@ -415,7 +415,7 @@ def _check_mesh(config: PretrainedConfig, parallel: ParallelConfig) -> None:
     checks.check_heads(config, parallel.tensor, parallel.context)
 
 
-def choose_dtype(asked: Dtype, setting: str, mesh: Mesh) -> Dtype:
+def choose_dtype(asked: Dtype, setting: str, mesh: World) -> Dtype:
     """Return the dtype to compute in, and say what auto is if a CPU decides it. Collective.
 
     Args:
@@ -493,7 +493,7 @@ def check_head(folder: Path, setting: str) -> None:
     )
 
 
-def make_scratch(cfg: RLConfig | SupervisedConfig, mesh: Mesh) -> None:
+def make_scratch(cfg: RLConfig | SupervisedConfig, mesh: World) -> None:
     """Lock the output folder, and write the model that `policy.model = scratch` asks for there.
 
     Collective. Call it after the last check: a program that refuses its config leaves no files. The
@@ -604,7 +604,7 @@ def load_splits(
     open_rows: Callable[..., Rows],
     data: RowsConfig,
     seed: int,
-    mesh: Mesh,
+    mesh: World,
     mark: Mark,
 ) -> tuple[Rows, Rows]:
     """Read all rows once; return those to train on and the held-out ones. Collective.

@@ -1,0 +1,104 @@
+"""Two sides of one program: ranks that train, and ranks that generate, at the same time.
+
+Each side has the default process group of its own ranks, so that what forms groups of the default
+one (DeviceMesh, FSDP2, vLLM) sees no other rank. `Mesh.everyone` has the groups of all ranks, for
+what crosses the sides: weights to the generators, trajectories to the trainers. Such a collective
+is a meeting. All meetings of a run have one order, so that none waits for another.
+"""
+
+import os
+import time
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+from minirl.parallel.mesh import Mesh, World
+
+Side = Literal["trainers", "generators"]
+
+LOOK = timedelta(seconds=5)  # A rank that waits for the other side tries again after this.
+
+
+def side_of(rank: int, num_trainers: int) -> Side:
+    """Return the side of a rank: the last ranks of a world generate."""
+    return "trainers" if rank < num_trainers else "generators"
+
+
+def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> None:
+    """Make the ranks of this rank's side its default process group. Collective.
+
+    The groups of `world` stay what they are. RANK and WORLD_SIZE become the side's, because vLLM
+    reads them.
+
+    Args:
+        world: all ranks.
+        num_trainers: how many of them train, the first ones.
+        timeout: how long a collective of the side waits.
+    """
+    side = side_of(world.rank, num_trainers)
+    rank, size = world.rank, num_trainers
+    if side == "generators":
+        rank, size = world.rank - num_trainers, world.world_size - num_trainers
+    # torch has a public way to make the first default group only.
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        c10d._world.pg_map[world.device_group][0],
+        PrefixStore(f"minirl/{side}", world.store),
+        c10d.GroupName(f"minirl-{side}"),
+        timeout=timeout or c10d.default_pg_timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    c10d._update_default_pg(group)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+
+
+class Meetings:
+    """The meetings of the two sides, seen from one rank.
+
+    A rank enters a meeting before a collective of both sides, and waits without a time limit until
+    the other side stands there, too: how long a rollout or a step takes is limited elsewhere.
+
+    Attributes:
+        idle_seconds: how long this rank has waited for the other side, since `take_idle`.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.world = mesh.everyone
+        self.side = mesh.side
+        self.other: Side = "generators" if mesh.side == "trainers" else "trainers"
+        self.speaks = mesh.rank == 0
+        self.number = 0
+        self.idle_seconds = 0.0
+
+    def is_called(self) -> bool:
+        """Return whether the other side stands at the next meeting."""
+        return self.world.store.check([self._key(self.other)])
+
+    def enter(self) -> None:
+        """Wait until the other side stands at the next meeting."""
+        if self.speaks:
+            self.world.store.set(self._key(self.side), "")
+        began = time.perf_counter()
+        is_there = False
+        while not is_there:
+            try:
+                self.world.store.wait([self._key(self.other)], LOOK)
+                is_there = True
+            except dist.DistStoreError:
+                pass  # It takes longer than `LOOK`.
+        self.idle_seconds += time.perf_counter() - began
+        self.number += 1
+
+    def take_idle(self) -> float:
+        """Return how many seconds this rank has waited since the last call."""
+        seconds = self.idle_seconds
+        self.idle_seconds = 0.0
+        return seconds
+
+    def _key(self, side: str) -> str:
+        return f"minirl/meeting/{self.number}/{side}"
