@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from minirl.base.errors import require
 from minirl.engine.engine import RolloutEngine
-from minirl.parallel.mesh import Mesh
-from minirl.parallel.regions import Region, intersect, regions_of_ranks
+from minirl.parallel.regions import Region, intersect
 from minirl.refit.record import Wanted, runs
 
 # --------------------------------------------------------------------------------------------------
@@ -34,7 +32,8 @@ class Grid:
         """Find the cells.
 
         Args:
-            regions: the region that each rank's shard is. Some may be empty.
+            regions: the region that the shard of each rank is, of the first ranks; the others,
+                which only generate, have none. Some may be empty.
 
         Raises:
             NotImplementedError: the shards do not form a grid.
@@ -68,7 +67,9 @@ class Grid:
                 yield common, self.holders[cell]
 
 
-def find_sender(holders: tuple[int, ...], receiver: int, world_size: int) -> int:
+def find_sender(
+    holders: tuple[int, ...], receiver: int, world_size: int, first_receiver: int = 0
+) -> int:
     """Return which of the ranks that hold a cell a receiver gets it from.
 
     It is the receiver itself, or else the nearest: holders and receivers are divided alike, in the
@@ -79,21 +80,22 @@ def find_sender(holders: tuple[int, ...], receiver: int, world_size: int) -> int
         holders: the ranks that hold the cell, ascending.
         receiver: the rank that needs it.
         world_size: number of ranks.
+        first_receiver: this rank and those after it have engines.
     """
     if receiver in holders:
         return receiver
-    return holders[receiver * len(holders) // world_size]
+    num_receivers = world_size - first_receiver
+    return holders[(receiver - first_receiver) * len(holders) // num_receivers]
 
 
-def make_grids(shards: dict[str, Tensor], mesh: Mesh) -> dict[str, Grid]:
-    """Return the grid of each weight; weights that are sharded alike share one. Collective."""
-    grids: dict[tuple[Region, ...], Grid] = {}
-    by_name = {}
-    for name, regions in zip(shards, regions_of_ranks(list(shards.values()), mesh), strict=True):
-        if regions not in grids:
-            grids[regions] = Grid(regions)
-        by_name[name] = grids[regions]
-    return by_name
+def make_grids(regions: dict[str, tuple[Region, ...]]) -> dict[str, Grid]:
+    """Return the grid of each weight; weights that are sharded alike share one.
+
+    Args:
+        regions: what the shard of each rank is, by the name of the weight.
+    """
+    grids = {of_ranks: Grid(of_ranks) for of_ranks in dict.fromkeys(regions.values())}
+    return {name: grids[of_ranks] for name, of_ranks in regions.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,6 +220,7 @@ class Planner:
         wanted: list[dict[str, list[Wanted]]],
         class_of: list[int],
         bucket_bytes: int,
+        first_receiver: int = 0,
     ):
         """Sort the weights into kinds, alike on all ranks.
 
@@ -228,6 +231,7 @@ class Planner:
             wanted: what the engines of each class want, by the name of the weight.
             class_of: the class of each rank's engine.
             bucket_bytes: what an engine receives at once, at most.
+            first_receiver: this rank and those after it have engines.
 
         Raises:
             NotImplementedError: parts of one weight are wanted in more than one dtype.
@@ -235,6 +239,7 @@ class Planner:
         self.rank = rank
         self.class_of = class_of
         self.world_size = len(class_of)
+        self.first_receiver = first_receiver
         self.bucket_bytes = bucket_bytes
         self.kinds = find_kinds(grids, wanted)
 
@@ -261,7 +266,7 @@ class Planner:
             if not region:
                 continue
             for common, holders in kind.grid.overlaps(region):
-                sender = find_sender(holders, self.rank, self.world_size)
+                sender = self._sender(holders, self.rank)
                 if sender != self.rank:
                     yield Piece(sender, i, common)
 
@@ -270,26 +275,36 @@ class Planner:
 
         For each of them the order is that in which the other rank goes through what it receives.
         """
-        shard = kind.grid.regions[self.rank]
+        shard = self._shard(kind)
         held = intersect(shard, window)
         if not held:
             return
         holders = kind.grid.holders[shard]
-        for receiver, engine_class in enumerate(self.class_of):
-            sender = find_sender(holders, receiver, self.world_size)
+        for receiver in range(self.first_receiver, self.world_size):
+            sender = self._sender(holders, receiver)
             if receiver == self.rank or sender != self.rank:
                 continue
-            for wanted in kind.wanted[engine_class]:
+            for wanted in kind.wanted[self.class_of[receiver]]:
                 common = intersect(wanted.region, held)
                 if common:
                     yield Piece(receiver, 0, common)
+
+    def _sender(self, holders: tuple[int, ...], receiver: int) -> int:
+        return find_sender(holders, receiver, self.world_size, self.first_receiver)
+
+    def _shard(self, kind: Kind) -> Region:
+        """Return the region of a weight that this rank's shard is."""
+        regions = kind.grid.regions
+        if self.rank < len(regions):
+            return regions[self.rank]
+        return Region(kind.grid.whole.offset, (0,) * len(kind.grid.whole.size))
 
     def _plan_bucket(
         self, kind: Kind, names: list[str], window: Region, *, is_first: bool
     ) -> Bucket:
         """Plan a window of some weights of a kind; `is_first`: it is the first of each weight."""
         wanted = kind.wanted[self.class_of[self.rank]]
-        shard = kind.grid.regions[self.rank]
+        shard = self._shard(kind)
         shard_strides = _contiguous_strides(shard.size)
         local = []
         for i, part in enumerate(wanted if is_first else ()):
@@ -379,7 +394,7 @@ def merge(copies: list[Copy]) -> list[Copy]:
 
 
 def check_nothing_lost(
-    shards: dict[str, Tensor], wanted: list[dict[str, list[Wanted]]], engine: RolloutEngine
+    shapes: dict[str, torch.Size], wanted: list[dict[str, list[Wanted]]], engine: RolloutEngine
 ) -> None:
     """Refuse a plan by which elements of a weight go to no engine.
 
@@ -388,7 +403,7 @@ def check_nothing_lost(
     its own, and an engine that is sent no sound has no tower for it.)
 
     Args:
-        shards: the trainer's weights.
+        shapes: of the trainer's weights, by name.
         wanted: what the engines of each class want; the classes together are all ranks.
         engine: this rank's engine.
 
@@ -401,10 +416,10 @@ def check_nothing_lost(
             regions[name].update(part.region for part in parts)
     left_out = engine.vision.left_out if engine.vision else ()
     lost = []
-    for name, shard in shards.items():
+    for name, shape in shapes.items():
         arriving = sum(math.prod(region.size) for region in regions[name])
-        if arriving < shard.numel() and not name.startswith(left_out):
-            lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
+        if arriving < shape.numel() and not name.startswith(left_out):
+            lost.append(f"{name} ({shape.numel() - arriving} of {shape.numel()} elements)")
     require(
         not lost,
         f"policy.model: the engine, {engine.model_class}, has no place for {len(lost)} trained "

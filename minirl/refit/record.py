@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record_loader(
-    engine: RolloutEngine, shards: dict[str, Tensor], slices: dict[str, list[CheckpointSlice]]
+    engine: RolloutEngine, shapes: dict[str, torch.Size], slices: dict[str, list[CheckpointSlice]]
 ) -> tuple[list[EnginePart], list[Tensor]]:
     """Record what the engine's loader does with the trainer's weights.
 
@@ -101,7 +101,7 @@ def record_loader(
 
     Args:
         engine: the engine to fill.
-        shards: the trainer's weights by its names.
+        shapes: of the trainer's weights, by its names.
         slices: what each of them is in a checkpoint's files.
 
     Returns:
@@ -113,7 +113,7 @@ def record_loader(
             start, because none fills it.
         NotImplementedError: the loader does something that cannot be planned.
     """
-    weights = {name: torch.empty(p.shape, device="meta") for name, p in shards.items()}
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     offered = list(in_files(slices, weights.items()))
     recorder = Recorder(weights)
     try:

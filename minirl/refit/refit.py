@@ -24,9 +24,18 @@ from minirl.base.errors import require
 from minirl.config.rl import RefitConfig
 from minirl.engine.engine import NamedTensors, RolloutEngine
 from minirl.parallel.fsdp import local
-from minirl.parallel.regions import CheckpointSlice
+from minirl.parallel.mesh import Mesh
+from minirl.parallel.regions import CheckpointSlice, Region, regions_of_ranks
 from minirl.refit.plan import Bucket, Copy, Planner, check_nothing_lost, make_grids
-from minirl.refit.record import in_files, record_loader, wanted_by_name
+from minirl.refit.record import EnginePart, in_files, record_loader, wanted_by_name
+
+
+class _Weights(NamedTuple):
+    """What all ranks know of the trainer's weights, by name."""
+
+    shapes: dict[str, torch.Size]
+    regions: dict[str, tuple[Region, ...]]  # Of each rank that has a shard.
+    slices: dict[str, list[CheckpointSlice]]  # What it is in a checkpoint's files.
 
 
 class _InFlight(NamedTuple):
@@ -41,11 +50,13 @@ class _InFlight(NamedTuple):
 class Refit:
     """Moves the policy's weights into the engine, at each call the current ones.
 
-    Made once per policy and engine. Building and calling are collective.
+    Made once per policy and engine. Building and calling are collective, over all ranks of the run:
+    with parallel.generators the trainers have the shards, and the generators the engines.
 
     Attributes:
         bytes_received: what this rank receives in a call.
-        peak_bytes: size of the buffers that are there at once, at most.
+        peak_bytes: size of the buffers that are there at once, at most. (A rank that only sends
+            fills a buffer of all that it sends, and goes on while that is on the wire.)
     """
 
     def __init__(
@@ -53,8 +64,9 @@ class Refit:
         cfg: RefitConfig,
         shards: dict[str, Tensor],
         slices: dict[str, list[CheckpointSlice]],
-        engine: RolloutEngine,
+        engine: RolloutEngine | None,
         *,
+        mesh: Mesh | None = None,
         read: Callable[[], Mapping[str, Tensor]] | None = None,
         check: bool = False,
     ):
@@ -62,10 +74,11 @@ class Refit:
 
         Args:
             cfg: size of the buckets.
-            shards: the trainer's weights by its names.
+            shards: the trainer's weights by its names; empty on a generator.
             slices: what each of them is in a checkpoint's files, which is what the engine's loader
                 knows.
-            engine: the engine to fill; its mesh has all ranks.
+            engine: the engine to fill; None on a rank that only trains.
+            mesh: the ranks of this side; None: those of the engine.
             read: returns what to move, laid out as `shards`; a collective, called once a refit.
                 None: `shards` themselves, as they are then.
             check: compare with a full gather after each call.
@@ -74,58 +87,94 @@ class Refit:
             UserError: the engine has no place for a weight, or a part that none would fill.
             NotImplementedError: the loader does something that cannot be planned.
         """
-        self.shards = shards
-        self.slices = slices
+        if mesh is None:
+            assert engine
+            mesh = engine.mesh
         self.engine = engine
-        self.mesh = engine.mesh
+        self.world = mesh.everyone
         self.read = read or (lambda: shards)
         self.check = check
-        parts, self.zeros = record_loader(engine, shards, slices)
+        about = None
+        if mesh.side != "generators":
+            regions = regions_of_ranks(list(shards.values()), mesh)
+            about = _Weights(
+                {name: t.shape for name, t in shards.items()},
+                dict(zip(shards, regions, strict=True)),
+                slices,
+            )
+        if mesh.side != "both":
+            about = self.world.broadcast(about, 0)
+        assert about
+        self.weights = about
+        parts: list[EnginePart] = []
+        self.zeros: list[Tensor] = []
+        if engine:
+            parts, self.zeros = record_loader(engine, about.shapes, about.slices)
         self.targets: dict[str, list[Tensor]] = defaultdict(list)  # What each weight fills.
         for part in parts:
             self.targets[part.name].append(part.target)
         # Engines of one class, such as the first ranks of tensor-parallel engines, want the same:
-        # its first rank sends it to all others.
+        # its first rank sends it to all others. Ranks without an engine are a class, too.
         wanted = [wanted_by_name(parts)]
-        digests = self.mesh.gather(hashlib.sha256(repr(wanted).encode()).hexdigest())
+        digests = self.world.gather(hashlib.sha256(repr(wanted).encode()).hexdigest())
         classes = list(dict.fromkeys(digests))
         class_of = [classes.index(digest) for digest in digests]
         if len(classes) > 1:
             firsts = [digests.index(digest) for digest in classes]
-            wanted = [self.mesh.broadcast(wanted[0], rank) for rank in firsts]
-        check_nothing_lost(shards, wanted, engine)
-        grids = make_grids(shards, self.mesh)
-        planner = Planner(self.mesh.rank, grids, wanted, class_of, cfg.bucket_mb * 2**20)
+            wanted = [self.world.broadcast(wanted[0], rank) for rank in firsts]
+        if engine:
+            check_nothing_lost(about.shapes, wanted, engine)
+        self.first_receiver = 0
+        if mesh.side != "both":  # The first ranks only send.
+            self.first_receiver = len(next(iter(about.regions.values())))
+        planner = Planner(
+            self.world.rank,
+            make_grids(about.regions),
+            wanted,
+            class_of,
+            cfg.bucket_mb * 2**20,
+            self.first_receiver,
+        )
         # On the wire, by name, in the same order on all ranks.
         self.dtypes = {name: kind.dtype for kind in planner.kinds for name in kind.names}
         self.buckets = planner.plan()
         received = [sum(bucket.num_in) * bucket.dtype.itemsize for bucket in self.buckets]
         sent = [sum(bucket.num_out) * bucket.dtype.itemsize for bucket in self.buckets]
-        buffers = [0, *map(sum, zip(received, sent, strict=True))]
         self.bytes_received = sum(received)
+        buffers = [0, *map(sum, zip(received, sent, strict=True))]
         self.peak_bytes = max(map(sum, itertools.pairwise(buffers)), default=0)
+        if not engine:
+            self.peak_bytes = sum(sent)
+        self._sending: list[_InFlight] = []  # Of a rank that only sends.
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Move the current weights. Collective.
 
+        A rank that only sends returns when all is packed: its weights may change from then on.
+
         Raises:
             UserError: with `check`, if an engine differs from a full gather; on all ranks.
         """
+        self.wait()
         weights = self.read()
         for target in self.zeros:
             target.zero_()
         before: _InFlight | None = None
         for bucket in self.buckets:
-            shards = [local(weights[name]).contiguous() for name in bucket.names]
-            started = self._start(bucket, shards) if self.mesh.world_size > 1 else None
+            names = [name for name in bucket.names if name in weights]
+            shards = [local(weights[name]).contiguous() for name in names]
+            started = self._start(bucket, shards) if self.world.world_size > 1 else None
             copies = []  # Need no wire.
-            for name, shard in zip(bucket.names, shards, strict=True):
+            for name, shard in zip(names, shards, strict=True):
                 for copy in bucket.local:
                     target = in_tensor(copy, self.targets[name][copy.part])
                     copies.append((target, in_buffer(copy, shard)))
             _copy_all(copies)
             del shards, copies  # Merged weights are copies: only one bucket's are there at a time.
+            if started and not self.engine:
+                self._sending.append(started)
+                continue
             if before:
                 self._finish(before)
             before = started
@@ -134,17 +183,30 @@ class Refit:
         if self.check:
             self._compare_with_oracle()
 
+    def wait(self) -> None:
+        """Wait until the engines have what this rank has sent."""
+        for flight in self._sending:
+            flight.work.wait()
+        self._sending.clear()
+
     def _start(self, bucket: Bucket, shards: list[Tensor]) -> _InFlight:
         """Pack a bucket, in the dtype of the wire, and begin its collective."""
         num_out, num_in = bucket.num_out, bucket.num_in
-        send_buffer = torch.empty(sum(num_out), dtype=bucket.dtype, device=self.mesh.device)
+        send_buffer = torch.empty(sum(num_out), dtype=bucket.dtype, device=self.world.device)
         receive_buffer = send_buffer.new_empty(sum(num_in))
         copies = []
         for i, shard in enumerate(shards):
             for copy in bucket.pack:
                 copies.append((in_buffer(copy, send_buffer, i), in_tensor(copy, shard)))
         _copy_all(copies)
-        work = dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out, async_op=True)
+        work = dist.all_to_all_single(
+            receive_buffer,
+            send_buffer,
+            num_in,
+            num_out,
+            group=self.world.device_group,
+            async_op=True,
+        )
         return _InFlight(bucket, send_buffer, receive_buffer, work)
 
     def _finish(self, flight: _InFlight) -> None:
@@ -162,8 +224,8 @@ class Refit:
 
     def _compare_with_oracle(self) -> None:
         """Raise UserError, on all ranks, if engine parameters differ from a full gather."""
-        engine = self.engine.parameters()
-        padding = self.engine.padding()
+        engine = self.engine.parameters() if self.engine else {}
+        padding = self.engine.padding() if self.engine else {}
         refitted = {name: p.clone() for name, p in engine.items()}
         for p in engine.values():
             p.fill_(torch.nan)
@@ -174,14 +236,14 @@ class Refit:
             if not torch.equal(p.flatten()[:filled], refitted[name].flatten()[:filled]):
                 wrong.append(name)
             p.copy_(refitted[name])
-        by_rank = self.mesh.gather(wrong)
+        by_rank = self.world.gather(wrong)
         bad_ranks = [rank for rank, names in enumerate(by_rank) if names]
         named = sorted(set(itertools.chain(*by_rank)))
         require(
             not bad_ranks,
             f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
             f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}. This is a fault "
-            f"of the refit for {self.engine.model_class}; please report it",
+            "of the refit for this model; please report it",
         )
 
     def full_gather(self) -> None:
@@ -193,11 +255,22 @@ class Refit:
 
         def whole_weights() -> NamedTensors:
             for name, dtype in self.dtypes.items():
-                shard = weights[name]
-                whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-                yield name, whole.to(dtype)
+                if name in weights:
+                    shard = weights[name]
+                    whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+                    whole = whole.to(dtype).contiguous()
+                else:
+                    shape = self.weights.shapes[name]
+                    whole = torch.empty(shape, dtype=dtype, device=self.world.device)
+                if self.first_receiver:  # The first rank only trains.
+                    dist.broadcast(whole, 0, group=self.world.device_group)
+                yield name, whole
 
-        self.engine.load_weights(in_files(self.slices, whole_weights()))
+        if self.engine:
+            self.engine.load_weights(in_files(self.weights.slices, whole_weights()))
+        else:
+            for _ in whole_weights():
+                pass
 
 
 def in_tensor(copy: Copy, t: Tensor) -> Tensor:
