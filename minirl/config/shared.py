@@ -183,6 +183,12 @@ class RolloutConfig:
     #: Folder of dumped rollouts to train on, step by step, without engine and evaluation.
     replay: str = ""
 
+    @property
+    def num_ahead(self) -> int:
+        """Return how many groups may be under way beside those of a step."""
+        is_inflight = self.overlap == "inflight"
+        return self.prompts_per_step * self.max_staleness if is_inflight else self.ahead
+
 
 @dataclass(kw_only=True)
 class EnvConfig:

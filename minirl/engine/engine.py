@@ -157,6 +157,10 @@ class RolloutEngine:
         core.scheduler.states = self.llm.llm_engine.output_processor.request_states
         self._num_steps = 0
         self._waiting_seconds = 0.0
+        # How many tokens `unfinished` has reported of requests that go on.
+        self._num_reported: dict[str, int] = {}
+        # Cached keys are found again only by requests with the same salt.
+        self.cache_salt = ""
         if self.on_cuda:
             patches.time_waiting(core.model_executor, self._note_waiting)
         self.tp_size = cfg.tensor_parallel_size
@@ -457,6 +461,8 @@ class RolloutEngine:
             structured_outputs=to_vllm(guide) if guide else None,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+        if self.cache_salt:
+            inputs["cache_salt"] = self.cache_salt
         if images:
             inputs["multi_modal_data"] = {"image": [rgb(url) for url in images]}
         internal_id = self.llm.llm_engine.add_request(request_id, inputs, params)
@@ -469,6 +475,8 @@ class RolloutEngine:
             self.masses.end(request_ids)
         if self.routes:
             self.routes.end(request_ids)
+        for request_id in request_ids:
+            self._num_reported.pop(request_id, None)
         self.llm.llm_engine.abort_request(request_ids)
 
     def step(self) -> list[EngineOutput]:
@@ -492,6 +500,37 @@ class RolloutEngine:
             outputs.append(new)
         return outputs
 
+    def change_weights(self, refit: Callable[[], None], *, keeps_cache: bool) -> None:
+        """Give the engine other weights while requests are running, between two steps. Collective.
+
+        Args:
+            refit: writes the weights into the engine.
+            keeps_cache: keys and values of running requests stay as the old weights made them.
+                Otherwise they are computed again, in the next steps.
+        """
+        with self.timer.phase("refit"):
+            refit()
+            self._forget_old_weights()
+        if not keeps_cache:
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        if self.vision:
+            self.llm.llm_engine.reset_encoder_cache()
+
+    def drain(self) -> list[EngineOutput]:
+        """Finish the steps that vLLM has scheduled ahead, as it does on CUDA, and no others.
+
+        Returns:
+            As `step`.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        outputs = []
+        if core.batch_queue:
+            core.pause_scheduler("keep", clear_cache=False)
+            for _ in range(core.batch_queue_size):
+                outputs += self.step()
+            core.resume_scheduler()
+        return outputs
+
     def _note_waiting(self, seconds: float) -> None:
         self._waiting_seconds += seconds
 
@@ -502,13 +541,14 @@ class RolloutEngine:
         return counts
 
     def unfinished(self) -> Iterator[EngineOutput]:
-        """Yield what has been sampled for requests that are neither finished nor streamed."""
+        """Yield what is new of requests that are neither finished nor streamed."""
         final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         for state in self.llm.llm_engine.output_processor.request_states.values():
             if state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
                 new = self._output(state.external_req_id, tokens, logprobs, None)
+                self._num_reported[new.request_id] = len(tokens)
                 yield new._replace(routes=self.routes.of_unfinished(state)) if self.routes else new
 
     def _output(
@@ -522,8 +562,10 @@ class RolloutEngine:
         """
         values: list[float] = []
         top: list[list[tuple[int, float]]] = []
-        begins = logprobs.start_indices if logprobs else ()
-        ends = logprobs.end_indices if logprobs else ()
+        num_reported = self._num_reported.pop(request_id, 0)
+        tokens = tokens[num_reported:]
+        begins = logprobs.start_indices[num_reported:] if logprobs else ()
+        ends = logprobs.end_indices[num_reported:] if logprobs else ()
         for begin, end, _ in zip(begins, ends, tokens, strict=True):
             values.append(logprobs.logprobs[begin])
             if end - begin > 1:

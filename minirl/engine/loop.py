@@ -187,18 +187,42 @@ class EngineLoop:
     # ----------------------------------------------------------------------------------------------
     # for those who run a rollout
 
-    def run(self, main: Coroutine | None) -> Any:
+    def run(self, main: Coroutine | None, *, pauses: bool = True) -> Any:
         """Step the engine until `main` is done, and return its result.
 
-        Requests that are unfinished then are paused. Ranks that are not an engine's leader pass
-        None; they take part in the leader's steps and return None.
+        Ranks that are not an engine's leader pass None; they take part in the leader's steps and
+        return None.
+
+        Args:
+            main: what to wait for.
+            pauses: requests that are unfinished then leave the engine, which may sleep or evaluate,
+                until `resume`. Otherwise they stay there, and the next run goes on with them.
         """
         if main:
             with self._limited_turns():
-                return self.loop.run_until_complete(self._drive(main))
+                return self.loop.run_until_complete(self._drive(main, pauses))
         while self._tick():
             pass
         return None
+
+    def change_weights(
+        self, refit: Callable[[], None], version: int, *, keeps_cache: bool = False
+    ) -> None:
+        """Give the engine the weights of another version, between two runs. Collective.
+
+        Tokens that running requests sample from then on are of this version.
+
+        Args:
+            refit: writes the weights into the engine.
+            version: optimizer steps that they have seen.
+            keeps_cache: as in `RolloutEngine.change_weights`.
+        """
+        self._record(self.engine.drain())
+        self._record_unfinished()
+        self.engine.change_weights(refit, keeps_cache=keeps_cache)
+        self.version = version
+        if keeps_cache:
+            self.engine.cache_salt = str(version)
 
     def resume(self) -> None:
         """Continue the requests that earlier runs left unfinished."""
@@ -234,7 +258,7 @@ class EngineLoop:
             self.watch.renew(self._turn_limit)
             self.loop.call_later(min(1.0, self.turn_seconds / 4), self._beat)
 
-    async def _drive(self, main: Coroutine) -> Any:
+    async def _drive(self, main: Coroutine, pauses: bool) -> Any:
         self.may_step = True
         task = asyncio.ensure_future(main)
         task.add_done_callback(lambda _: self._news.set())
@@ -252,7 +276,14 @@ class EngineLoop:
                 self._tick()
             else:
                 await self._news.wait()
-        self._record(self.engine.unfinished())
+        if pauses:
+            self._pause()
+        self._tick(more=False, aborts=pauses)
+        return task.result()
+
+    def _pause(self) -> None:
+        """Keep what has been sampled of all requests, for `resume`."""
+        self._record_unfinished()
         for entry in (*self._running.values(), *self._waiting):
             request, future = entry
             if future.cancelled():
@@ -264,17 +295,20 @@ class EngineLoop:
                     request.on_restart()
             self._paused.append(entry)
         self._waiting = []
-        self._tick(more=False)
-        return task.result()
 
-    def _tick(self, more: bool = True) -> bool:
+    def _tick(self, *, more: bool = True, aborts: bool = False) -> bool:
         """Abort and add requests, then step the engine; on all ranks of the engine alike.
 
-        Returns False at the end of a run, when every request has been aborted.
+        Args:
+            more: False: the run ends, without a step.
+            aborts: every request leaves the engine.
+
+        Returns:
+            Whether the run goes on.
         """
         if self._turn_limit:
             self.watch.pause(self._turn_limit)  # A step has a limit of its own.
-        orders = self._orders(more) if self.engine.is_leader else None
+        orders = self._orders(more, aborts) if self.engine.is_leader else None
         more, aborted, added = self.engine.tensor_parallel_broadcast(orders)
         self.engine.abort(aborted)
         for arguments in added:
@@ -291,7 +325,7 @@ class EngineLoop:
             self.watch.renew(self._turn_limit)
         return more
 
-    def _orders(self, more: bool) -> tuple[bool, list[str], list[tuple]]:
+    def _orders(self, more: bool, aborts: bool) -> tuple[bool, list[str], list[tuple]]:
         """Take what is waiting into the engine; only the leader decides this.
 
         Returns:
@@ -299,17 +333,17 @@ class EngineLoop:
             `RolloutEngine.add` for each new one.
         """
         cancelled = {key for key, (_, future) in self._running.items() if future.cancelled()}
-        # Their tokens in the engine; those in `Request.done` count where the request was made.
-        for output in self.engine.unfinished() if cancelled else ():
-            if output.request_id in cancelled:
-                self.discarded_tokens += len(output.tokens)
-        aborted = sorted(cancelled if more else set(self._running))
+        if cancelled:
+            self._record_unfinished()
+        aborted = sorted(set(self._running) if aborts else cancelled)
         for request_id in aborted:
             del self._running[request_id]
 
         if self.repeatable:
             self._waiting.sort(key=lambda entry: entry[0].name)  # Not by who asked first.
-        added = []
+        added: list[tuple] = []
+        if not more:
+            return more, aborted, added
         for request, future in self._waiting:
             if future.cancelled():
                 continue
@@ -318,6 +352,18 @@ class EngineLoop:
             added.append((request_id, *_remaining(request, self.engine.vision)))
         self._waiting = []
         return more, aborted, added
+
+    def _record_unfinished(self) -> None:
+        """Append what requests have sampled so far; for one that is cancelled it is thrown away.
+
+        What is in its `Request.done` before counts where the request was made.
+        """
+        for output in self.engine.unfinished():
+            _, future = self._running.get(output.request_id, (None, None))
+            if future and future.cancelled():
+                self.discarded_tokens += len(output.tokens)
+            else:
+                self._record([output])
 
     def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 
 from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EndpointConfig, EvaluateConfig
+from minirl.config.shared import EndpointConfig, EvaluateConfig, RolloutConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
@@ -79,6 +79,7 @@ class StepRollout:
     unfinished: list[int]  # Tickets of groups that the next step continues, or begins first.
     unfinished_tokens: int  # Tokens that have been sampled for them.
     trouble: str  # What there is to say of episodes that failed or were refused a request.
+    is_last: bool = True  # No other part of the step follows.
 
 
 class GroupScheduler:
@@ -97,7 +98,14 @@ class GroupScheduler:
         self._episode_of: dict[asyncio.Task, tuple[Group, Episode]] = {}
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
 
-    async def run(self, new_groups: Iterator[Group], room: int, is_enough: IsEnough) -> list[Group]:
+    async def run(
+        self,
+        new_groups: Iterator[Group],
+        room: int,
+        is_enough: IsEnough,
+        *,
+        settles: bool = True,
+    ) -> list[Group]:
         """Run the unfinished groups and new ones, until there are enough or no more.
 
         Args:
@@ -105,6 +113,7 @@ class GroupScheduler:
             room: a new group begins while fewer episodes than this are running, or none.
             is_enough: takes the versions of the finished groups. Groups of other ranks count, too,
                 so that its result may change between two calls.
+            settles: wait until no environment is at work. Otherwise those go on when the loop does.
 
         Returns:
             The groups that have finished, in the order of their tickets.
@@ -127,8 +136,8 @@ class GroupScheduler:
             await self._collect_finished(0.02)  # Not longer: other ranks may have done enough.
         else:
             self.runner.engine_loop.may_step = False
-        while self.runner.engine_loop.active_episodes:  # An environment's step is not interrupted.
-            await self._collect_finished(0.001)
+        while settles and self.runner.engine_loop.active_episodes:
+            await self._collect_finished(0.001)  # An environment's step is not interrupted.
         if self._error:
             raise self._error
         finished = [group for _, group in sorted(self.groups.items()) if group.finished]
@@ -228,6 +237,8 @@ class Sampler:
             self.endpoint = open_endpoint(self.engine_loop, prompts, cfg.endpoint)
         self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, make_env, self.endpoint)
         self.training = GroupScheduler(self.runner)
+        self.pauses = True  # Unfinished requests leave the engine when a run ends.
+        self.ahead = cfg.rollout.ahead  # Groups to begin beyond what a step needs.
         self.begun: dict[int, GroupState] = {}
         self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
@@ -249,6 +260,7 @@ class Sampler:
         sampling: Sampling,
         *,
         version: int = 0,
+        can_stop: bool = True,
     ) -> list[Trajectory] | None:
         """Run `num_samples` episodes of each ticket, together with the engines of the other ranks.
 
@@ -260,6 +272,7 @@ class Sampler:
             num_samples: episodes of each.
             sampling: how to sample.
             version: optimizer steps that the weights have seen.
+            can_stop: a signal interrupts it.
 
         Returns:
             The trajectories of this rank's groups, in the order of their tickets. Ranks that follow
@@ -273,11 +286,14 @@ class Sampler:
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         scheduler = GroupScheduler(self.runner)
-        groups = self._run_groups(scheduler, make_group, tickets, num_samples, goals)
-        if self.mesh.agree_to_stop():
+        groups = self.run_groups(
+            scheduler, make_group, tickets, num_samples, goals, pauses=True, can_stop=can_stop
+        )
+        if can_stop and self.mesh.agree_to_stop():
             return None  # without waiting for the rewards that are still being computed
         trajectories = list(itertools.chain.from_iterable(g.trajectories() for g in groups))
-        return None if self.mesh.agree_to_stop() else trajectories  # Rewards may take long.
+        is_stopped = can_stop and self.mesh.agree_to_stop()  # Rewards may take long.
+        return None if is_stopped else trajectories
 
     # ----------------------------------------------------------------------------------------------
     # a training step
@@ -300,19 +316,12 @@ class Sampler:
             What the step trains on. None: a signal asks to stop, on any rank, and groups of several
             steps would have to finish first (rollout.ahead).
         """
-        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
-        cfg = self.cfg.rollout
-        pace = Pace(
-            prompts_per_step=cfg.prompts_per_step,
-            ahead=cfg.ahead,
-            max_staleness=cfg.max_staleness,
-            updates_per_step=self.cfg.algo.num_epochs * self.cfg.algo.updates_per_step,
-        )
+        cfg = self.training_config
+        pace = self.pace()
         self.engine_loop.version = version
-        self.runner.troubles.clear()
-        make_group = partial(
-            self._make_group, self.prompts, cfg.samples_per_prompt, sampling, version
-        )
+        if self.pauses:
+            self.runner.troubles.clear()  # Those of an evaluation.
+        make_group = self.group_maker(sampling, version)
         # What would become too old has to finish in the first round.
         goals = pace.goals(self.begun.values(), version)
         most_new = pace.num_new(cfg.prompts_per_step, len(self.begun)) + cfg.extra_prompts
@@ -321,27 +330,73 @@ class Sampler:
         states: dict[int, GroupState] = {}  # The finished groups of all ranks, by ticket.
         while (missing := cfg.prompts_per_step - sum(s.is_varied for s in states.values())) > 0:
             num_tickets = min(most_new, pace.num_new(missing, len(self.begun)))
-            num_unseen = max(0, num_tickets - len(self.waiting))
-            tickets = [*self.waiting[:num_tickets], *range(first, first + num_unseen)]
-            self.waiting = self.waiting[num_tickets:]
-            first += num_unseen
+            tickets, first = self.issue(num_tickets, first)
             if not self.begun and not tickets:
                 break  # There is nothing to continue, and no extra prompt is left.
             goals.append(Goal(version, min(missing, len(self.begun) + len(tickets))))
-            groups = self._run_groups(
-                self.training, make_group, tickets, cfg.samples_per_prompt, goals
+            groups = self.run_groups(
+                self.training,
+                make_group,
+                tickets,
+                cfg.samples_per_prompt,
+                goals,
+                # Groups of several steps would have to finish first.
+                can_stop=bool(cfg.ahead),
             )
             if cfg.ahead and self.mesh.agree_to_stop():
                 return None
             goals = []
             finished |= {group.ticket: group for group in groups}
-            states |= self._exchange_states(groups)
-            unused = [t for t in tickets if t not in self.begun and t not in states]
-            self.waiting = sorted(self.waiting + unused)
-            most_new -= len(tickets) - len(unused)
+            states |= self.exchange_states(groups)
+            most_new -= self.take_back(tickets, states)
         return self._take_chosen(finished, states, pace.choose(states.values()), first)
 
-    def _exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
+    @property
+    def training_config(self) -> RolloutConfig:
+        """Return what a training step samples."""
+        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
+        return self.cfg.rollout
+
+    def pace(self) -> Pace:
+        """Return the rules by which groups of training begin and are taken."""
+        assert isinstance(self.cfg, RLConfig)
+        cfg = self.cfg.rollout
+        return Pace(
+            prompts_per_step=cfg.prompts_per_step,
+            ahead=self.ahead,
+            max_staleness=cfg.max_staleness,
+            updates_per_step=self.cfg.algo.num_epochs * self.cfg.algo.updates_per_step,
+        )
+
+    def group_maker(self, sampling: Sampling, version: int) -> Callable[[int], Group]:
+        """Return what makes the group of a ticket of training."""
+        num_samples = self.training_config.samples_per_prompt
+        return partial(self._make_group, self.prompts, num_samples, sampling, version)
+
+    def issue(self, num: int, first: int) -> tuple[list[int], int]:
+        """Return so many tickets, those that wait before new ones, and the next new one.
+
+        Args:
+            num: how many.
+            first: the first new ticket.
+        """
+        num_unseen = max(0, num - len(self.waiting))
+        tickets = [*self.waiting[:num], *range(first, first + num_unseen)]
+        self.waiting = self.waiting[num:]
+        return tickets, first + num_unseen
+
+    def take_back(self, tickets: list[int], states: Collection[int]) -> int:
+        """Let tickets that no engine had room for wait; return how many of the others there are.
+
+        Args:
+            tickets: tickets that were issued.
+            states: tickets of finished groups.
+        """
+        unused = [t for t in tickets if t not in self.begun and t not in states]
+        self.waiting = sorted(self.waiting + unused)
+        return len(tickets) - len(unused)
+
+    def exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
         """Let all ranks know the groups of this one. Collective.
 
         Sets `begun` to the unfinished groups of all ranks.
@@ -390,17 +445,42 @@ class Sampler:
         Raises:
             UserError: no rank has a token to train on.
         """
-        trajectories = []
-        for ticket, group in sorted(finished.items()):
-            if ticket in chosen:
-                trajectories += group.trajectories()
-            elif states[ticket].is_varied:
+        for ticket, group in finished.items():
+            if states[ticket].is_varied and ticket not in chosen:
                 self.training.groups[ticket] = group
-            else:
-                self.engine_loop.discarded_tokens += group.num_sampled()
         for ticket, state in states.items():
             if state.is_varied and ticket not in chosen:
                 self.begun[ticket] = state
+        groups = [g for ticket, g in sorted(finished.items()) if ticket not in self.begun]
+        return self.rollout_of(groups, chosen, next_ticket)
+
+    def rollout_of(
+        self,
+        groups: list[Group],
+        chosen: set[int],
+        next_ticket: int,
+        *,
+        is_last: bool = True,
+        must_train: bool = True,
+    ) -> StepRollout:
+        """Return what a step trains on, or a part of it, with the numbers of all ranks. Collective.
+
+        Args:
+            groups: this rank's finished groups, of which those that are not chosen are discarded.
+            chosen: tickets of the groups to train on.
+            next_ticket: the first ticket of the next step.
+            is_last: no other part of the step follows.
+            must_train: there is nothing else to train on.
+
+        Raises:
+            UserError: no rank has a token to train on, and must.
+        """
+        trajectories = []
+        for group in groups:
+            if group.ticket in chosen:
+                trajectories += group.trajectories()
+            elif is_last:
+                self.engine_loop.discarded_tokens += group.num_sampled()
 
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
         numbers = (
@@ -418,7 +498,7 @@ class Sampler:
             trouble = (
                 f"{num_troubles} episodes failed or were refused a request, the first: {first}"
             )
-        if not num_trajectories:
+        if not num_trajectories and must_train:
             why = "the policy sampled no token in any"
             if num_tokens:
                 why = (
@@ -427,6 +507,7 @@ class Sampler:
                     "teach policy.model the format first, by minirl.sft"
                 )
             raise UserError(f"no episode can be trained on: {trouble or why}")
+        self.runner.troubles.clear()
         return StepRollout(
             trajectories=trajectories,
             next_ticket=next_ticket,
@@ -434,18 +515,23 @@ class Sampler:
             unfinished=sorted([*self.begun, *self.waiting]),
             unfinished_tokens=unfinished,
             trouble=trouble,
+            is_last=is_last,
         )
 
     # ----------------------------------------------------------------------------------------------
     # how tickets are shared among the engines
 
-    def _run_groups(
+    def run_groups(
         self,
         scheduler: GroupScheduler,
         make_group: Callable[[int], Group],
         tickets: Sequence[int],
         num_samples: int,
         goals: list[Goal],
+        *,
+        pauses: bool = False,
+        can_stop: bool = False,
+        is_called: Callable[[], bool] | None = None,
     ) -> list[Group]:
         """Run groups until all ranks together have reached the goals.
 
@@ -455,10 +541,14 @@ class Sampler:
             tickets: new tickets, to be shared among the engines.
             num_samples: episodes of a group.
             goals: what is enough; the last one counts all groups.
+            pauses: unfinished requests leave the engine at the end, whatever the overlap is.
+            can_stop: a signal ends it, too.
+            is_called: returns whether others wait for what is there; before, nothing is enough.
 
         Returns:
             This rank's finished groups.
         """
+        pauses = pauses or self.pauses
         if not self.engine.is_leader:
             self.engine_loop.run(None)
             return []
@@ -478,13 +568,14 @@ class Sampler:
         # everything. A group begins only where all its episodes have room.
         share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
-        # A signal ends evaluations, and steps that would have to finish groups of several steps.
-        can_stop = not is_training or bool(self.cfg.rollout.ahead)
 
         def may_end(versions: list[int]) -> bool:
-            return (can_stop and self.mesh.watch.requested) or is_enough(versions)
+            if can_stop and self.mesh.watch.requested:
+                return True
+            return is_enough(versions) and (is_called is None or is_called())
 
-        return self.engine_loop.run(scheduler.run(map(make_group, tickets_here), room, may_end))
+        groups = scheduler.run(map(make_group, tickets_here), room, may_end, settles=pauses)
+        return self.engine_loop.run(groups, pauses=pauses)
 
     def _make_group(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
