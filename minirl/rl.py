@@ -10,7 +10,7 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
     from minirl.config.rl import RLConfig
     from minirl.supervise import cli
 
-    cli.run(RLConfig, "minirl.rl:Trainer.main")
+    cli.run(RLConfig, "minirl.rl:Trainer.main", "minirl.split:main")
 
 import contextlib
 import dataclasses
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from minirl.algo import advantages, losses, shaping
+from minirl.base.log import Timer
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.checkpoint import finding
@@ -34,7 +35,7 @@ from minirl.envs import Agent
 from minirl.parallel.mesh import Mesh
 from minirl.refit.refit import Refit
 from minirl.rollout import records
-from minirl.rollout.sampler import Sampler
+from minirl.rollout.sampler import Sampler, StepRollout
 from minirl.run.dump import Dump
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, evaluate
 from minirl.run.inputs import Inputs
@@ -59,17 +60,19 @@ class Trainer(BaseTrainer):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        inputs = Inputs(cfg, mesh)
+        inputs = Inputs(cfg, mesh.everyone)
         self.inputs = inputs
         self.num_steps = inputs.num_steps
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
             self.announce(inputs.model_configs())
             self.policy = self.load_model(cfg.policy, inputs.folders["policy"])
-            # None: rollout.replay runs without an engine.
+            # None: this rank has no engine, by rollout.replay or parallel.generators.
             self.generation: Generation | None = None
             if self.engine_config:
-                self.generation = Generation(cfg, inputs, self.policy, self.engine_config)
+                self.generation = Generation(
+                    cfg, inputs, self.engine_config, mesh, self.timer, self.policy
+                )
             if scorer := inputs.folders.get("reward model"):
                 self.reward_model = RewardModel(
                     self.load_model(cfg.policy, scorer, trainable=False, score=True),
@@ -136,27 +139,30 @@ class Trainer(BaseTrainer):
             if self.run.has_reached_goal:
                 break
             if trajectories is None:  # a signal has interrupted it
-                self.run.stop(step)
+                self.stop(step)
                 return
             if is_refresh or step == first_step:
                 self.run.wait_for_export()  # the reference's, or the warm start's
             if is_refresh:
                 self.load_reference(step)
-            with self.timer.phase("prepare"):
-                self.shape(trajectories)  # scores -> rewards
-                minibatches = self.make_batches(trajectories)  # even over the ranks, packed
-            with self.timer.phase("annotate"):
-                self.annotate(minibatches)  # old and reference log-probs, values
-                self.assign_advantages(minibatches, trajectories)
+            minibatches = self.to_minibatches(trajectories)
             metrics = self.update(step, minibatches)  # an optimizer step for each, in each pass
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
             if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:
-                self.run.save(step + 1)
+                self.save(step + 1)
             if self.mesh.agree_to_stop():  # a signal has asked to save and leave
-                self.run.stop(step + 1)
+                self.stop(step + 1)
                 return
         self.finish()
+
+    def save(self, num_steps: int) -> None:
+        """Write a checkpoint of `num_steps` finished steps. Collective."""
+        self.run.save(num_steps)
+
+    def stop(self, num_steps: int) -> None:
+        """End the run with a checkpoint, because a signal has asked for it. Collective."""
+        self.run.stop(num_steps)
 
     def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of the step's episodes, scored. Collective.
@@ -173,7 +179,6 @@ class Trainer(BaseTrainer):
             with self.timer.phase("rollout"):
                 return records.load_step(Path(cfg.rollout.replay), step, self.mesh)
 
-        # 1. Sample with the weights of this step.
         first_ticket = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
         with generation.awake():
             is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
@@ -191,24 +196,42 @@ class Trainer(BaseTrainer):
                 self.engine_counts = generation.engine.take_counts()
         if rollout is None:
             return None
-        self.num_extra_prompts = rollout.next_ticket - first_ticket - cfg.rollout.prompts_per_step
-        self.progress.extra_tickets += self.num_extra_prompts
-        self.progress.unfinished_tickets = rollout.unfinished
-        self.progress.unfinished_tokens = rollout.unfinished_tokens
-        self.num_discarded_tokens = rollout.discarded_tokens
-        trajectories = rollout.trajectories
-
-        # 2. Some episodes may have failed, but not all.
-        if rollout.trouble:
-            self.run.log.say(f"step {step}: {rollout.trouble}")
-
-        # 3. Add the scores of a reward model; other rewards were computed during generation.
-        if self.reward_model:
-            with self.timer.phase("prepare"):
-                self.reward_model.grade(trajectories)
+        trajectories = self.take(step, rollout)
         if self.dump:
             self.dump.begin(step, trajectories)
         return trajectories
+
+    def take(self, step: int, rollout: StepRollout) -> list[Trajectory]:
+        """Note what there is to note of a step's rollout, or of a part of it. Collective.
+
+        Returns:
+            This rank's trajectories, with their final scores.
+        """
+        self.num_discarded_tokens += rollout.discarded_tokens
+        if rollout.is_last:
+            num_extra = rollout.next_ticket - (step + 1) * self.cfg.rollout.prompts_per_step
+            self.num_extra_prompts = num_extra - self.progress.extra_tickets
+            self.progress.extra_tickets = num_extra
+            self.progress.unfinished_tickets = rollout.unfinished
+            self.progress.unfinished_tokens = rollout.unfinished_tokens
+        # Some episodes may have failed, but not all.
+        if rollout.trouble:
+            self.run.log.say(f"step {step}: {rollout.trouble}")
+        # Add the scores of a reward model; other rewards were computed during generation.
+        if self.reward_model:
+            with self.timer.phase("prepare"):
+                self.reward_model.grade(rollout.trajectories)
+        return rollout.trajectories
+
+    def to_minibatches(self, trajectories: list[Trajectory]) -> Minibatches:
+        """Make of trajectories what the models train on, with advantages. Collective."""
+        with self.timer.phase("prepare"):
+            self.shape(trajectories)  # scores -> rewards
+            minibatches = self.make_batches(trajectories)  # even over the ranks, packed
+        with self.timer.phase("annotate"):
+            self.annotate(minibatches)  # old and reference log-probs, values
+            self.assign_advantages(minibatches, trajectories)
+        return minibatches
 
     def shape(self, trajectories: list[Trajectory]) -> None:
         """Turn scores into rewards, as the section `reward` of the config says. Collective.
@@ -223,11 +246,10 @@ class Trainer(BaseTrainer):
         episodes = {(t.group, t.episode): t for t in trajectories}
         if self.curriculum:
             results = [
-                (self.curriculum[t.group], t.reward >= cfg.eval.threshold)
-                for t in episodes.values()
+                (self.row_of(t.group), t.reward >= cfg.eval.threshold) for t in episodes.values()
             ]
             results_here = np.array(results, np.int64).reshape(-1, 2)
-            self.curriculum.record(self.mesh.gather_array(results_here))
+            self.record_outcomes(self.mesh.gather_array(results_here))
 
         asked = cfg.reward
         depends_on_length = asked.unstopped != "keep" or asked.overlong_tokens
@@ -250,6 +272,16 @@ class Trainer(BaseTrainer):
         reward_of = dict(zip(episodes, rewards.tolist(), strict=True))
         for t in trajectories:
             t.reward = reward_of[t.group, t.episode]
+
+    def row_of(self, ticket: int) -> int:
+        """Return the row that the curriculum has drawn for a ticket of this step."""
+        assert self.curriculum
+        return self.curriculum[ticket]
+
+    def record_outcomes(self, results: np.ndarray) -> None:
+        """Let the curriculum learn from a step: int64 [N, 2], a row and 1 if it was right."""
+        assert self.curriculum
+        self.curriculum.record(results)
 
     def make_batches(self, trajectories: list[Trajectory]) -> Minibatches:
         """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
@@ -342,24 +374,36 @@ class Trainer(BaseTrainer):
             self.dump.finish()
         row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
         row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.algo.kl_coef, **metrics}
-        if self.generation:
-            row["refit_bytes"] = self.generation.refit.bytes_received
-            row["kv_cache_tokens"] = self.generation.engine.kv_cache_tokens
+        generated_by = self.describe_generation()
+        if generated_by:
+            row |= generated_by
             row["rollout/discarded_tokens"] = self.num_discarded_tokens
             self.progress.add({}, discarded=self.num_discarded_tokens)
-            if self.generation.engine.on_cuda:
-                num_steps, waiting = self.mesh.maxima(torch.tensor(self.engine_counts)).tolist()
-                row |= {"rollout/steps": num_steps, "rollout/waiting": waiting}
+        self.num_discarded_tokens = 0
 
         work = count_work(minibatches * self.algo.num_epochs, self.mesh)
         num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
         generated = int(self.mesh.sums(torch.tensor([num_sampled])))
         row |= self.run.meter.end_step(work, generated=generated, trained=work.rows)
         self.run.log.scalars("rl", step, row, ("reward", "answer_tokens", "mismatch"))
-        if self.generation:  # tokens of a replay may be of other weights
+        if generated_by:  # tokens of a replay may be of other weights
             self.mismatch.check(step, row)
         for message in self.health.check(step, row):
             self.run.log.say(message)
+
+    def describe_generation(self) -> Metrics:
+        """Return metrics of what generated the step; empty: it is a replay. Collective."""
+        if not self.generation:
+            return {}
+        engine = self.generation.engine
+        row: Metrics = {
+            "refit_bytes": self.generation.refit.bytes_received,
+            "kv_cache_tokens": engine.kv_cache_tokens,
+        }
+        if engine.on_cuda:
+            num_steps, waiting = self.mesh.maxima(torch.tensor(self.engine_counts)).tolist()
+            row |= {"rollout/steps": num_steps, "rollout/waiting": waiting}
+        return row
 
     def adapt_kl_coef(self, metrics: Metrics) -> None:
         """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""
@@ -389,11 +433,15 @@ class Trainer(BaseTrainer):
                 max(NUM_SHOWN, self.cfg.log.samples),
             )
         if result:
-            shown = ("accuracy", "reward")
-            self.run.record_evaluation(step, result["scores"], shown, name, result)
-            if self.run.has_reached_goal:
-                self.progress.evaluations["after_rl"] = result
+            self.record_evaluation(step, name, result)
         return bool(result)
+
+    def record_evaluation(self, step: int, name: str | None, result: dict) -> None:
+        """Log what `score` returned for the weights of a step."""
+        shown = ("accuracy", "reward")
+        self.run.record_evaluation(step, result["scores"], shown, name, result)
+        if self.run.has_reached_goal:
+            self.progress.evaluations["after_rl"] = result
 
     def warm_start(self) -> bool:
         """Imitate the training rows' answers for `sft.num_steps` steps, and export the result.
@@ -460,20 +508,24 @@ class Trainer(BaseTrainer):
     def finish(self) -> None:
         """Evaluate for the last time, export, write the summary. Collective."""
         self.run.export_result()  # written while the model is evaluated
-        if self.generation and not self.run.has_reached_goal:
-            with self.generation.awake():
-                has_evaluated = self.evaluate(self.generation, self.num_steps, "after_rl")
-            if not has_evaluated:
-                self.run.stop(self.num_steps)
-                return
+        if not self.evaluate_result():
+            self.stop(self.num_steps)
+            return
         sizes = {}
-        if self.generation:
+        if kv_cache_tokens := self.describe_generation().get("kv_cache_tokens"):
             # What a later step would have continued is lost, now that none follows.
             self.progress.add({}, discarded=self.progress.unfinished_tokens)
-            sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens
+            sizes["KV cache of an engine, tokens"] = int(kv_cache_tokens)
         self.run.finish(accuracies(self.progress.evaluations), sizes)
         if self.generation:
             self.generation.close()
+
+    def evaluate_result(self) -> bool:
+        """Evaluate what the run has trained, if that is not done; False if a signal interrupts."""
+        if not self.generation or self.run.has_reached_goal:
+            return True
+        with self.generation.awake():
+            return self.evaluate(self.generation, self.num_steps, "after_rl")
 
 
 class Generation:
@@ -482,48 +534,61 @@ class Generation:
     Args:
         cfg: the config of the run.
         inputs: what the config names.
-        policy: the trained model, which gives the engine its weights. Its timer also gets the
-            seconds of refits, and of waking and sleeping.
         engine: settings of the engine, as a plan has settled them.
+        mesh: the ranks that generate.
+        timer: gets the seconds of refits, and of waking and sleeping.
+        policy: the trained model, if these ranks have it, which gives the engine its weights.
+        make_sampler: the class of the sampler.
     """
 
-    def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy, engine: EngineConfig):
+    def __init__(
+        self,
+        cfg: RLConfig,
+        inputs: Inputs,
+        engine: EngineConfig,
+        mesh: Mesh,
+        timer: Timer,
+        policy: Policy | None = None,
+        make_sampler: type[Sampler] = Sampler,
+    ):
         dtype: str = cfg.engine.dtype
         if dtype == "auto":
             dtype = cfg.policy.dtype.replace("float64", "float32")  # vLLM has no float64
         self.policy = policy
-        # vLLM demands that its share of the device is free when it starts. So the policy sleeps
-        # meanwhile, and wakes when the engine is asleep.
-        policy.sleeper.sleep()
+        if policy:
+            # vLLM demands that its share of the device is free when it starts. So the policy sleeps
+            # meanwhile, and wakes when the engine is asleep.
+            policy.sleeper.sleep()
         self.engine = RolloutEngine(
             engine,
             inputs.folders["policy"],
-            policy.mesh,
+            mesh,
             dtype=dtype,
             vision=inputs.prompts.vision,
             num_answers=cfg.rollout.samples_per_prompt
-            * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
+            * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.num_ahead),
             guides=isinstance(inputs.make_env.example, Agent),
             routes=cfg.algo.router_replay,
-            timer=policy.timer,
+            timer=timer,
         )
         self.refit = Refit(
             cfg.refit,
-            policy.shards(),
-            policy.parts(),
+            policy.shards() if policy else {},
+            policy.parts() if policy else {},
             self.engine,
-            read=policy.merged,
+            read=policy.merged if policy else None,
             check=cfg.debug.check_refit,
         )
         self.engine.sleep()
-        policy.sleeper.wake_parameters()
+        if policy:
+            policy.sleeper.wake_parameters()
         # The progress of the run, for reward functions of TRL.
         self.state = inputs.rewards.state
         self.state.max_steps = cfg.num_steps * cfg.algo.updates_per_step
-        self.state.is_world_process_zero = policy.mesh.rank == 0
+        self.state.is_world_process_zero = mesh.rank == 0
         num_prompts = len(inputs.prompts.rows)
         self.state.num_train_epochs = cfg.num_steps * cfg.rollout.prompts_per_step / num_prompts
-        self.sampler = Sampler(
+        self.sampler = make_sampler(
             self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg, open_endpoint
         )
         self.sampling = Sampling(
@@ -535,10 +600,15 @@ class Generation:
 
     def awake(self) -> contextlib.AbstractContextManager[None]:
         """Give the engine the policy's weights; inside the block it may generate. Collective."""
-        state = self.state
-        state.global_step = self.policy.num_updates
-        state.epoch = state.num_train_epochs * state.global_step / max(1, state.max_steps)
+        assert self.policy
+        self.note_updates(self.policy.num_updates)
         return self.engine.awake(self.refit, self.policy.sleeper)
+
+    def note_updates(self, num_updates: int) -> None:
+        """Let reward functions know how many optimizer steps the weights have seen."""
+        state = self.state
+        state.global_step = num_updates
+        state.epoch = state.num_train_epochs * num_updates / max(1, state.max_steps)
 
     def close(self) -> None:
         """Stop the sampler and the engine."""

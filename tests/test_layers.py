@@ -22,8 +22,9 @@ STEP = [
 ]
 AROUND = ["supervise", "checkpoint", "plan", "endpoint", "run", "view"]
 PROGRAMS = ["rl.py", "sft.py", "rm.py", "dpo.py", "kto.py", "evaluate.py"]
+SPLIT = "split.py"  # rl.py on ranks that train and ranks that generate
 WALK = "walk.py"  # shows a step of rl.py
-ROOMS = ["__init__.py", *BELOW, *STEP, *AROUND, *PROGRAMS, WALK]
+ROOMS = ["__init__.py", *BELOW, *STEP, *AROUND, *PROGRAMS, SPLIT, WALK]
 
 # More that a room does without: who, what, why.
 FORBIDDEN = [

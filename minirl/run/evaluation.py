@@ -6,9 +6,11 @@ from minirl.base.errors import UserError
 from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import Sampling
+from minirl.parallel.mesh import Mesh
 from minirl.rollout.sampler import Sampler
 from minirl.run.metrics import breakdown
 from minirl.train.frozen import RewardModel
+from minirl.types.packed import Trajectory
 
 NUM_SHOWN = 5  # Prompts with answers that people may read.
 
@@ -41,7 +43,40 @@ def evaluate(
     The engine must be awake. The seeds are the same at each call.
 
     Returns:
-        None: a signal to any rank has interrupted it. Else
+        What `score` returns; None: a signal to any rank has interrupted it.
+
+    Raises:
+        UserError: no prompt got an answer.
+    """
+    trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    if trajectories is None:
+        return None
+    reasons = sampler.runner.troubles[:1]
+    num_prompts = len(prompts.rows)
+    return score(trajectories, reasons, num_prompts, cfg, reward_model, sampler.mesh, num_shown)
+
+
+def score(
+    trajectories: list[Trajectory],
+    reasons: list[str],
+    num_prompts: int,
+    cfg: EvalConfig,
+    reward_model: RewardModel | None,
+    mesh: Mesh,
+    num_shown: int = NUM_SHOWN,
+) -> dict:
+    """Score answers to held-out prompts. Collective.
+
+    Args:
+        trajectories: whole groups of all prompts, those that this rank has.
+        reasons: why episodes failed, if some did.
+        num_prompts: number of held-out prompts.
+        cfg: what is evaluated.
+        reward_model: adds its scores; None: there is none.
+        mesh: the ranks that have the answers.
+        num_shown: prompts with an answer to read.
+
+    Returns:
         `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
         2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
@@ -52,18 +87,14 @@ def evaluate(
     Raises:
         UserError: no prompt got an answer.
     """
-    trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
-    if trajectories is None:
-        return None
     # Tokens of a grammar are outside the loss; they are still an answer.
     num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
-    reasons = sampler.runner.troubles[:1]
-    by_rank = sampler.mesh.gather((num_answers, reasons))
+    by_rank = mesh.gather((num_answers, reasons))
     if not any(num for num, _ in by_rank):
         found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
         why = next(found, "the policy sampled no token in any")
         raise UserError(
-            f"none of the {len(prompts.rows)} held-out prompts got an answer to evaluate: {why}; "
+            f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; "
             "fix env.name, or give its prompts more room by engine.max_model_len"
         )
     if reward_model:
@@ -96,9 +127,9 @@ def evaluate(
             }
             if "last_turn" in t.info:
                 answers[t.group]["last_turn"] = t.info["last_turn"]
-    for others in sampler.mesh.gather(answers):
+    for others in mesh.gather(answers):
         answers |= others
     return {
-        "scores": breakdown(episodes, cfg.threshold, sampler.mesh, values),
+        "scores": breakdown(episodes, cfg.threshold, mesh, values),
         "answers": [answers[group] for group in sorted(answers)],
     }

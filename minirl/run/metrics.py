@@ -219,6 +219,8 @@ class Meter:
         self.progress = progress
         self.began = time.perf_counter()  # Since when the current step is timed.
         self.models: list[ModelSizes] = []  # Those that are trained.
+        # Seconds of phases that ranks of the other side have spent in the current step.
+        self.elsewhere: dict[str, float] = {}
         self._device_allocations = 0  # Of this process, until the current step began.
         self.peak = 0.0  # Operations a second, of all ranks; 0: no GPU that the planner knows.
         if self.mesh.device.type == "cuda":
@@ -252,7 +254,8 @@ class Meter:
             others; for these also minimum, median and the rank of the maximum.
             "tokens_per_second/KIND", "total/KIND", and "mfu" on a known GPU.
         """
-        seconds = self.timer.take()
+        seconds = self.timer.take() | self.elsewhere
+        self.elsewhere = {}
         now = time.perf_counter()
         in_step = now - self.began - outside_steps(seconds)
         self.began = now

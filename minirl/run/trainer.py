@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -297,8 +297,8 @@ class BaseTrainer(abc.ABC):
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
         resolve_learning_rates(cfg)
-        cfg.policy.dtype = choose_dtype(cfg.policy.dtype, "policy.dtype", mesh)
-        resolve_dtypes(cfg, mesh.default_dtype())  # A critic's.
+        cfg.policy.dtype = choose_dtype(cfg.policy.dtype, "policy.dtype", mesh.everyone)
+        resolve_dtypes(cfg, mesh.everyone.default_dtype())  # A critic's.
         self.mesh = mesh
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current
@@ -354,12 +354,18 @@ class BaseTrainer(abc.ABC):
     @classmethod
     def main(cls, cfg: TrainingConfig, mesh: Mesh) -> None:
         """Make the program and train; finish a checkpoint under way however training ends."""
+        cls.run_to_end(cfg, mesh)
+
+    @classmethod
+    def run_to_end(cls, cfg: TrainingConfig, mesh: Mesh) -> Self:
+        """Do what `main` does, and return the program."""
         with run_folder.released(Path(cfg.output)):
             program = cls(cfg, mesh)
             mesh.watch.can_save = True  # from here on a signal asks to save, then to end
             if mesh.agree_to_stop():
                 reason = f"stopped by a signal before the first step. {HOW_TO_RESUME}"
                 program.run.end(program.run.first_step, reason)
-                return
-            with program.run.saver:
-                program.train()
+            else:
+                with program.run.saver:
+                    program.train()
+        return program

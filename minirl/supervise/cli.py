@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
 
 
-def run(config: type, program: "str | Callable[[Any, Mesh], None]") -> NoReturn:
+def run(config: type, program: "str | Callable[[Any, Mesh], None]", split: str = "") -> NoReturn:
     """Read the flags, join the other ranks, run the program and leave.
 
     Exit code 0: done, or stopped by a signal with a checkpoint to resume from. 2: a mistake that
@@ -28,6 +28,7 @@ def run(config: type, program: "str | Callable[[Any, Mesh], None]") -> NoReturn:
         config: the class of the program's config.
         program: what is called with the config and the mesh. By its name (`module:function`) it is
             imported only when the flags are right.
+        split: the name of what is called in its place with parallel.generators.
     """
     cfg = None
     mistake = None
@@ -60,4 +61,6 @@ def run(config: type, program: "str | Callable[[Any, Mesh], None]") -> NoReturn:
     gc.disable()
     from minirl.supervise import lifecycle
 
+    if cfg and split and cfg.parallel.generators:
+        program = split
     lifecycle.run(config, cfg, mistake, program)

@@ -8,9 +8,9 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
 # Updates that may be skipped in a row. One does no harm, but a run that learns nothing must end.
 MAX_SKIPPED = 5
+
+
+class Sums(NamedTuple):
+    """What the micro-batches of an optimizer step, or of a part of one, add up to."""
+
+    # The loss and its metrics on this rank (`_max`: maxima), as scalars on the device.
+    values: dict[str, Tensor]
+    denominator: float  # Of the loss, over all ranks.
+    num_units: float  # Tokens (or pairs) in the loss on all ranks.
 
 
 class Policy:
@@ -220,13 +229,55 @@ class Policy:
         Raises:
             UserError: five steps in a row were skipped, or the weights are not finite themselves.
         """
-        sums, num_units = self._accumulate(minibatch, loss)
+        return self._step(self._accumulate(minibatch, loss), lr)
+
+    def sum_gradients(self, part: Minibatch, loss: Loss, *, is_last: bool) -> Sums:
+        """Add the gradients of a part of a minibatch to those of its other parts. Collective.
+
+        A loss is a sum over all of its tokens (or sequences) divided by their number, which is
+        known when the last part is here: `update_by_sums` divides then.
+
+        Args:
+            part: this rank's micro-batches, as many as on every other rank.
+            loss: what to minimise.
+            is_last: no other part follows.
+        """
+        return self._accumulate(part, loss, divides=False, is_last=is_last)
+
+    def update_by_sums(self, parts: Sequence[Sums], lr: float) -> Metrics:
+        """Make the optimizer step for which `sum_gradients` has summed gradients. Collective.
+
+        Args:
+            parts: what it has returned.
+            lr: the learning rate.
+
+        Returns:
+            As `update`.
+        """
+        denominator = max(1.0, sum(part.denominator for part in parts))
+        values: dict[str, Tensor] = {}
+        for part in parts:
+            for name, value in part.values.items():
+                if name not in values:
+                    values[name] = value
+                elif name.endswith("_max"):
+                    values[name] = torch.maximum(values[name], value)
+                else:
+                    values[name] = values[name] + value
+        values["loss"] = values["loss"] / denominator
+        fsdp.scale_gradients(self.model.parameters(), 1 / denominator)
+        num_units = max(1.0, sum(part.num_units for part in parts))
+        return self._step(Sums(values, denominator, num_units), lr)
+
+    def _step(self, summed: Sums, lr: float) -> Metrics:
+        """Make an optimizer step by the gradients that are there."""
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
+            sums = summed.values
             # With policy.cpu_offload gradients are on the host; all other sums are on the device.
             sums["grad_norm"] = fsdp.grad_norm(self.model.parameters()).to(self.mesh.device)
-            metrics = self._reduce_metrics(sums, num_units)
+            metrics = self._reduce_metrics(sums, summed.num_units)
             if self.model.routing:
                 metrics |= self.model.routing.finish(self.mesh)
             for part in self.optimizer.parts:
@@ -300,16 +351,26 @@ class Policy:
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""
         with self.inference():
-            return self._reduce_metrics(*self._accumulate(minibatch, loss, backward=False))
+            sums = self._accumulate(minibatch, loss, backward=False)
+            return self._reduce_metrics(sums.values, sums.num_units)
 
     def _accumulate(
-        self, minibatch: Minibatch, loss: Loss, *, backward: bool = True
-    ) -> tuple[dict[str, Tensor], float]:
+        self,
+        minibatch: Minibatch,
+        loss: Loss,
+        *,
+        backward: bool = True,
+        divides: bool = True,
+        is_last: bool = True,
+    ) -> Sums:
         """Sum gradients over the micro-batches.
 
-        Returns:
-            The loss and the sums of its metrics on this rank (`_max`: maxima), as scalars on the
-            device; and the number of tokens (or pairs) in the loss on all ranks.
+        Args:
+            minibatch: the micro-batches.
+            loss: what to minimise.
+            backward: False: only its value is wanted.
+            divides: divide by the number of tokens (or sequences) in the loss.
+            is_last: no more gradients are summed for this optimizer step.
         """
         unit = "pair" if loss.aggregation == "pair" else "token"  # what metrics are means over
 
@@ -319,7 +380,7 @@ class Policy:
             counts += [normalize.count(batch, of) for of in (loss.aggregation, unit, "token")]
         totals = self.mesh.data_sums(torch.stack(counts).view(-1, 3).sum(0).cpu())
         # Context ranks count shares; their sum is an integer but for rounding.
-        denominator, num_units, num_tokens = totals.round().clamp(min=1).tolist()
+        denominator, num_units, num_tokens = totals.round().clamp(min=int(divides)).tolist()
         routing = self.model.routing if backward else None
         if routing:
             with self.inference(), self.timer.phase("forward"):
@@ -328,15 +389,17 @@ class Policy:
         # Values of each micro-batch stay on the device, so that none waits for the host.
         collected = defaultdict(list)
         for i, batch in enumerate(minibatch):
-            is_last = i == len(minibatch) - 1
-            self.model.set_requires_gradient_sync(is_last or not self.accumulates_whole)
-            self.model.set_requires_all_reduce(is_last)  # over replicas: once a step either way
+            ends = is_last and i == len(minibatch) - 1
+            self.model.set_requires_gradient_sync(ends or not self.accumulates_whole)
+            self.model.set_requires_all_reduce(ends)  # over replicas: once a step either way
             with self.timer.phase("forward"):
                 with routing.counting(self.mesh) if routing else contextlib.nullcontext():
                     logprobs, entropy = self.model(batch, loss.entropy_gradient)
                 token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
                 weights = normalize.weights(batch, loss.aggregation, loss.fixed_length)
-                value = (token_loss * weights.to(token_loss.dtype)).sum() / denominator
+                value = (token_loss * weights.to(token_loss.dtype)).sum()
+                if divides:
+                    value = value / denominator
             if backward:
                 with self.timer.phase("backward"):
                     value.backward()
@@ -354,7 +417,7 @@ class Policy:
             for name, values in collected.items()
             if name.endswith("_max")
         }
-        return sums | maxima, num_units
+        return Sums(sums | maxima, denominator, num_units)
 
     def _reduce_metrics(self, sums: dict[str, Tensor], num_units: float) -> Metrics:
         """Return means over all ranks of what `_accumulate` returned (`_max`: maxima)."""
