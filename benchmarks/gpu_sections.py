@@ -36,6 +36,7 @@ from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model import scratch
 from minirl.model.attention import packed_attention
+from minirl.model.build import head_kernels
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.plan import cards
@@ -174,7 +175,8 @@ def head(bench: Bench) -> None:
 
 
 def head_step(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    logprobs, _ = logprob_entropy(hidden, weight, targets)
+    kernels = head_kernels(hidden.device, hidden.dtype)
+    logprobs, _ = logprob_entropy(hidden, weight, targets, kernels=kernels)
     torch.autograd.grad(logprobs, (hidden, weight), torch.ones_like(logprobs))
 
 

@@ -18,9 +18,9 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.examples import MATCHED, Labelled
 from minirl.run.supervised import SupervisedTrainer, Task
+from minirl.train.examples import make_minibatch
 from minirl.train.frozen import Reference
 from minirl.train.policy import Metrics, Minibatch
-from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
 
 

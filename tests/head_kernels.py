@@ -62,7 +62,7 @@ def compare(case, device):
     before = dict(logprob.CHUNK_BYTES)
     logprob.CHUNK_BYTES[device.type] = case.chunk * 4 * case.columns
     found = []
-    for function in (logprob._OnePass, logprob._LogprobEntropy):
+    for function in (logprob_kernels.OnePass, logprob.LogprobEntropy):
         rest = (targets, case.temperature, case.softcap, case.entropy, None)
         logprobs, entropy = function.apply(*leaves, *rest)
         assert entropy.requires_grad == case.entropy

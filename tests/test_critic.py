@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import tiny
 from harness import RankFailed, ranks
 from minirl import rl
-from minirl.algo import advantages, losses
+from minirl.algo import advantages, losses, token_advantages
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
 from minirl.checkpoint import exporting
@@ -95,7 +95,7 @@ def test_gae_is_its_recursion_over_sampled_tokens(gamma, lam):
     batch = pack(rows, torch.device("cpu"))
     batch.values = torch.tensor(random(len(batch.inputs))) * batch.loss_mask
     rewards = torch.tensor(random(len(batch.inputs), seed=4)) * batch.loss_mask
-    got = advantages.gae(batch, rewards, AlgoConfig(gamma=gamma, gae_lambda=lam))
+    got = token_advantages.gae(batch, rewards, AlgoConfig(gamma=gamma, gae_lambda=lam))
     for t, a, ret, r, v in zip(
         rows,
         *(unpack(x, rows, batch) for x in (got, batch.returns, rewards, batch.values)),

@@ -45,8 +45,8 @@ WAITS = {
 # The norm of gradients on the host joins the sums on the device.
 NORM_WAITS = {("a copy to the device", "train/policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
-TOWER = "model/causal.py _look < model/causal.py last_hidden"
-DEEPSTACK = "model/causal.py last_hidden < model/causal.py packed_forward"
+TOWER = "model/images.py _look < model/images.py last_hidden"
+DEEPSTACK = "model/images.py last_hidden < model/causal.py last_hidden"
 QWEN2_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2,

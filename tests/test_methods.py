@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from harness import ranks
-from minirl.algo import advantages, correction, losses, normalize, shaping
+from minirl.algo import (
+    advantages,
+    correction,
+    losses,
+    normalize,
+    shaping,
+    token_advantages,
+)
 from minirl.algo.normalize import bounded_exp
 from minirl.base.errors import UserError
 from minirl.batch.attention_plan import RowLayout
@@ -631,12 +638,15 @@ def test_discounted_sums_stop_at_the_end_of_a_sequence():
         for i in range(len(r))
     ]
     np.testing.assert_allclose(
-        advantages.discounted(torch.tensor(sequence), torch.tensor(r), 0.7),
+        token_advantages.discounted(torch.tensor(sequence), torch.tensor(r), 0.7),
         expected,
         rtol=0,
         atol=1e-14,
     )
-    assert len(advantages.discounted(torch.empty(0, dtype=torch.int64), torch.empty(0), 0.7)) == 0
+    assert (
+        len(token_advantages.discounted(torch.empty(0, dtype=torch.int64), torch.empty(0), 0.7))
+        == 0
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from minirl.parallel.fsdp import local
 from minirl.refit.refit import Refit
 from minirl.rl import Trainer
 from minirl.run.metrics import LIMITS, MismatchWatch
-from minirl.train import policy as policy_module
+from minirl.train import skipped
 from minirl.train.policy import Policy
 from programs import QUICKSTART, WORDS, fork
 from test_gradients import batches_of, trajectories
@@ -122,7 +122,7 @@ def test_an_evaluated_model_without_finite_weights_is_refused(tmp_path, value):
 def train(mesh, folder, spoil, critic):
     """Nine updates, of which those in `spoil` have a NaN or infinite advantage on the last rank."""
     said = []
-    policy_module.say = said.append
+    skipped.say = said.append
     cfg = (CriticConfig if critic else PolicyConfig)(dtype="float32")
     policy = Policy(cfg, folder, mesh)
     out = []

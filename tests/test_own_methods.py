@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from minirl.algo import advantages, losses
+from minirl.algo import advantages, losses, token_advantages
 from minirl.base.errors import UserError
 from minirl.base.oversight import Oversight
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -53,8 +53,9 @@ def assigned(name):
 # estimators
 
 ESTIMATORS = """
-    from minirl.algo.advantages import discounted, estimator
+    from minirl.algo.advantages import estimator
     from minirl.algo.normalize import over_sequences
+    from minirl.algo.token_advantages import discounted
 
 
     @estimator(compares_nothing=True)
@@ -87,7 +88,7 @@ def test_an_estimator_is_what_its_decorator_declares(file):
     assert torch.equal(assigned(f"{path}:to_go"), assigned("reinforce_pp"))
     batch = user_algorithms.make_batch(3, with_reference=False)
     zeros = torch.zeros(len(batch.inputs), dtype=torch.float64)
-    rewards = advantages.token_rewards(batch, zeros)
+    rewards = token_advantages.token_rewards(batch, zeros)
     assert torch.equal(assigned(f"{path}:last"), (2 * rewards).float() * batch.loss_mask)
 
 

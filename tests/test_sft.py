@@ -34,8 +34,8 @@ from minirl.data.order import read_rows
 from minirl.data.rows import Order
 from minirl.model.scratch import make_tokenizer
 from minirl.run.supervised import SupervisedTrainer
+from minirl.train.examples import make_minibatch
 from minirl.train.policy import Policy
-from minirl.train.updates import make_minibatch
 from minirl.types.packed import Trajectory
 from programs import as_flags, fork, rows_of
 from test_gradients import exact_norm

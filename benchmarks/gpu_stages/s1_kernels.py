@@ -17,8 +17,9 @@ from benchmarks.gpu_stages import lib
 from benchmarks.gpu_stages.lib import DEVICE, DTYPE, ON_GPU, SMALL, check, near, part, value
 from minirl.batch import attention_plan
 from minirl.batch.packing import pack
-from minirl.model import experts, fused, logprob, selective
+from minirl.model import experts, fused, logprob, logprob_kernels, selective
 from minirl.model.attention import packed_attention
+from minirl.model.build import head_kernels
 from minirl.model.logprob import logprob_entropy
 from minirl.plan.costs import Load
 from minirl.types.packed import Packed, Trajectory
@@ -214,7 +215,8 @@ def check_head() -> None:
     weight = random(vocabulary, width, scale=0.05)
     targets = torch.randint(vocabulary, (num_rows,), device=DEVICE)
     grad = torch.randn(num_rows, device=DEVICE)
-    logprobs, entropies = logprob_entropy(hidden, weight, targets)
+    kernels = head_kernels(hidden.device, hidden.dtype)
+    logprobs, entropies = logprob_entropy(hidden, weight, targets, kernels=kernels)
     grads = torch.autograd.grad(logprobs, (hidden, weight), grad)
 
     wide_hidden, wide_weight = widened([hidden, weight])
@@ -240,7 +242,8 @@ def check_chunks_of_the_head() -> None:
     targets = torch.randint(vocabulary, (num_rows,), device=DEVICE)
     grad = torch.randn(num_rows, device=DEVICE)
     temperature = 0.7
-    logprobs, _ = logprob_entropy(hidden, weight, targets, temperature)
+    kernels = head_kernels(hidden.device, hidden.dtype)
+    logprobs, _ = logprob_entropy(hidden, weight, targets, temperature, kernels=kernels)
     got = torch.autograd.grad(logprobs, weight, grad)[0]
     logprob.CHUNK_BYTES.update(before)
 
@@ -287,10 +290,10 @@ def compare_ways_of_the_head(head: Head) -> None:
         gradients = torch.autograd.grad(outputs, (hidden, weight), grads[: len(outputs)])
         return [*results, *gradients]
 
-    found = both(logprob._OnePass)
-    repeat = all(map(torch.equal, found, both(logprob._OnePass)))
+    found = both(logprob_kernels.OnePass)
+    repeat = all(map(torch.equal, found, both(logprob_kernels.OnePass)))
     check("the head's kernels repeat", repeat)
-    wanted = both(logprob._LogprobEntropy)
+    wanted = both(logprob.LogprobEntropy)
     for name, x, y in zip(("log-probs", "entropies"), found, wanted, strict=False):
         worst = (x - y).abs().max().item()
         check(f"{name} by kernels and by formulas", worst < 1e-4, f"worst {worst:.3g}")
@@ -299,9 +302,9 @@ def compare_ways_of_the_head(head: Head) -> None:
     del found, wanted
     before = dict(logprob.CHUNK_BYTES)
     for name, function, chunk_bytes in (
-        ("kernels", logprob._OnePass, before["cuda"]),
-        ("kernels in chunks twice as large", logprob._OnePass, 2 * before["cuda"]),
-        ("formulas", logprob._LogprobEntropy, before["cuda"]),
+        ("kernels", logprob_kernels.OnePass, before["cuda"]),
+        ("kernels in chunks twice as large", logprob_kernels.OnePass, 2 * before["cuda"]),
+        ("formulas", logprob.LogprobEntropy, before["cuda"]),
     ):
         logprob.CHUNK_BYTES["cuda"] = chunk_bytes
         alone = 1e3 * lib.seconds(functools.partial(forward, function), 3)

@@ -6,12 +6,9 @@ of a step, those of all ranks:
     groups   int64 [N]   0 .. G - 1; siblings of one prompt share a number
 and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the reward.
 
-A token estimator is called with a micro-batch that has old and reference log-probs, the reward of
-each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them into order) and
-the config, and returns the advantages [T].
-
-A function in a user's file is f(rewards, groups) and compares the answers to a prompt, unless the
-decorator `estimator` declares something else.
+`token_advantages.py` has the estimators of single tokens. A function in a user's file is
+f(rewards, groups) and compares the answers to a prompt, unless the decorator `estimator` declares
+something else.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +20,19 @@ import torch
 from torch import Tensor
 
 from minirl.algo.losses import kl, kl_estimator
-from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
+from minirl.algo.normalize import sequence_sums, to_rows
+from minirl.algo.token_advantages import (
+    Reduce,
+    gae,
+    on_policy_distill,
+    reinforce_pp,
+    token_rewards,
+    whiten,
+)
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.types.packed import Packed, Trajectory
 
-Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of each rank to their sum or maximum.
 # An array of each rank, of dtype `SEQUENCE`, to the arrays of all ranks in rank order.
 GatherRows = Callable[[np.ndarray], list[np.ndarray]]
 
@@ -73,9 +77,6 @@ def estimator(
     return partial(
         Estimator, by_token=by_token, whitened=whitened, compares_nothing=compares_nothing
     )
-
-
-# --------------------------------------------------------------------- estimators of whole answers
 
 
 def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,68 +136,6 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     centered, _ = center(rewards, groups)
     return centered / (centered.square().mean().sqrt() + 1e-8)
-
-
-# --------------------------------------------------------------------- estimators of single tokens
-
-
-def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
-    """Return sum_l factor^l r_{t + l} over the later tokens of the same sequence, [N].
-
-    It takes log2(longest) passes, each of which doubles the number of tokens that are summed.
-
-    Args:
-        sequence: int64 [N], number of each token's sequence, ascending.
-        rewards: float64 [N].
-        factor: of one step.
-    """
-    sums = rewards.clone()
-    step = 1
-    while step < len(sums):
-        same = sequence[step:] == sequence[:-step]
-        if not same.any():
-            break
-        sums[:-step] += torch.where(same, factor**step * sums[step:], 0.0)
-        step *= 2
-    return sums
-
-
-def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
-    """Return A_t = sum_{k >= t} gamma^(k - t) r_k, to be whitened over the global batch.
-
-    With algo.kl_in reward the KL is part of r. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec.
-    3.1.
-    """
-    return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
-
-
-def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
-    """Return A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t.
-
-    To be whitened over the global batch. Sets `batch.returns`, A_t + V_t, before the whitening. V
-    is the value of what stands before the token (`batch.values`), known at sampled tokens only. So
-    the successor of a token is the next sampled one, over what an environment said in between;
-    after the last one V is 0. Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
-    """
-
-    def estimate(sequence: Tensor, r: Tensor, v: Tensor) -> Tensor:
-        next_v = v.roll(-1).masked_fill(_is_last_token(sequence), 0.0)
-        delta = r + cfg.gamma * next_v - v
-        return discounted(sequence, delta, cfg.gamma * cfg.gae_lambda)
-
-    advantages = over_sequences(estimate, batch, rewards, batch.values.double())
-    returns = torch.where(batch.loss_mask, advantages + batch.values, 0.0)
-    batch.returns = returns.to(batch.values.dtype)
-    return advantages
-
-
-def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
-    """Return A_t = log teacher - log policy: minus the reverse KL at the sampled token.
-
-    Rewards play no part. Agarwal et al. 2023 (arXiv 2306.13649); as an advantage: Lu 2025,
-    "On-policy distillation".
-    """
-    return batch.ref_logprobs - batch.old_logprobs
 
 
 ESTIMATORS = {
@@ -279,50 +218,6 @@ def _kl_penalty(batch: Packed, cfg: AlgoConfig) -> Tensor:
         return torch.zeros_like(batch.engine_logprobs, dtype=torch.float64)
     penalty = cfg.kl_coef * kl(batch.old_logprobs, batch.ref_logprobs, kl_estimator(cfg))
     return torch.where(batch.loss_mask, penalty, 0.0).double()
-
-
-def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
-    """Return the reward of each token, float64 [T].
-
-    It is minus the token's penalty, plus what an answer earned at its last token, plus the rest of
-    the sequence's reward at its last sampled token. Ouyang et al. 2022 (arXiv 2203.02155), eq. 2.
-    """
-    is_last = over_sequences(_is_last_token, batch)
-    if batch.turn_rewards is None:
-        turns = torch.zeros_like(penalty)
-    else:
-        turns = torch.where(batch.loss_mask, batch.turn_rewards, 0.0).double()
-    remaining = to_rows(batch.sequences.rewards - sequence_sums(turns, batch), batch)
-    return torch.where(is_last, remaining, 0.0) + turns - penalty
-
-
-def _is_last_token(sequence: Tensor) -> Tensor:
-    """Return where an ascending int64 [N] of sequence numbers ends each sequence, bool [N]."""
-    return sequence.diff(append=sequence.new_full((1,), -1)) != 0
-
-
-def whiten(
-    values: list[Tensor], batches: list[Packed], sum_over_ranks: Reduce, max_over_ranks: Reduce
-) -> list[Tensor]:
-    """Return (A - mean) / (deviation + 1e-8) over all tokens in the loss, on all ranks.
-
-    Where all are equal, the result is exactly 0.
-    """
-    in_loss = [v[batch.loss_mask].double() for v, batch in zip(values, batches, strict=True)]
-    tokens = torch.cat(in_loss).cpu()
-
-    bounds = [tokens.max(), (-tokens).max()] if len(tokens) else [-torch.inf, -torch.inf]
-    highest, minus_lowest = max_over_ranks(torch.tensor(bounds, dtype=torch.float64)).tolist()
-    if highest == -minus_lowest:
-        return [torch.zeros_like(value) for value in values]
-
-    counted = torch.tensor([tokens.sum(), len(tokens)], dtype=torch.float64)
-    total, count = sum_over_ranks(counted).tolist()
-    count = max(1.0, count)
-    mean = total / count
-    squares = sum_over_ranks(((tokens - mean) ** 2).sum()[None]).item()
-    deviation = (squares / count) ** 0.5
-    return [(value - mean) / (deviation + 1e-8) for value in values]
 
 
 def _sequences_in_loss(batch: Packed, penalty: Tensor) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.algo.advantages import Reduce
+from minirl.algo.token_advantages import Reduce
 from minirl.config.shared import RewardConfig
 from minirl.types.packed import Packed
 

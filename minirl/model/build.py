@@ -33,20 +33,15 @@ from minirl.model import (
     experts,
     families,
     fused,
+    kept_linear,
     loading,
     routing,
     selective,
 )
 from minirl.model.adapters import lora
 from minirl.model.adapters.files import is_adapter_folder, read_adapter
-from minirl.model.causal import (
-    SCORE,
-    CausalModel,
-    ScoreHead,
-    buffers,
-    packed_forward,
-    score_forward,
-)
+from minirl.model.causal import CausalModel, buffers, packed_forward
+from minirl.model.score import SCORE, ScoreHead, score_forward
 from minirl.model.trained import frozen_names
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.machines import errors_of_all
@@ -166,7 +161,7 @@ def build_model(
         # Nothing in a layer is random.
         arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if cfg.activation_checkpointing == "selective":
-            selective.install(layers(model))
+            kept_linear.install(layers(model))
             arguments["context_fn"] = selective.contexts
         model.gradient_checkpointing_enable(arguments)
         # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a
@@ -193,10 +188,20 @@ def build_model(
         model.forward = functools.partial(score_forward, model, tp=tp)
     else:
         scale, softcap = families.FAMILIES[config.model_type].head(config)
+        kernels = head_kernels(mesh.device, compute_dtype)
         model.forward = functools.partial(
-            packed_forward, model, tp=tp, scale=scale, softcap=softcap
+            packed_forward, model, tp=tp, scale=scale, softcap=softcap, kernels=kernels
         )
     return model
+
+
+def head_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
+    """Return what computes log-probs on a device in a dtype; None: the formulas."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return None
+    from minirl.model.logprob_kernels import OnePass  # needs Triton
+
+    return OnePass
 
 
 def _distribute(

@@ -7,23 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from minirl.model import routing
+from minirl.model import images, routing
 from minirl.model.adapters import lora, nf4
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.tensor import LORA_A, LORA_B, TensorParallel
 from minirl.types.packed import LayerBatch, Packed
-
-SCORE = "score.weight"  # Of the score head, in files, too.
-
-
-class ScoreHead(nn.Linear):
-    """The head of `AutoModelForSequenceClassification` with one label, in float32 at least."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return one number for each hidden state: [..., H] -> [...]."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.to(wide) @ self.weight[0].to(wide)
 
 
 class CausalModel(PreTrainedModel):
@@ -31,7 +20,7 @@ class CausalModel(PreTrainedModel):
 
     model: Any  # Its layers; for a model that reads images, a tower and `language_model`.
     lm_head: nn.Linear
-    score: ScoreHead  # Instead of `lm_head`.
+    score: nn.Linear  # A `score.ScoreHead`, instead of `lm_head`.
     adapters: lora.Adapters | None  # None: it has none.
     routing: routing.Routing | None  # None: it is no mixture of experts.
     shared: set[str]  # Names of parameters that are another model's, too, which holds them.
@@ -44,71 +33,17 @@ class CausalModel(PreTrainedModel):
 
 
 def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:
-    """Return the last hidden states, [1, T, H] or this rank's part of the rows.
-
-    The tower's outputs for images stand in place of the embeddings of their tokens. Qwen3-VL adds
-    more of them after the first layers.
-    """
+    """Return the last hidden states, [1, T, H] or this rank's part of the rows."""
     if model.routing:
         model.routing.begin(batch)
-    images = batch.images
-    if images is None:
-        return model.model(
-            input_ids=batch.inputs[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            pack=LayerBatch(batch),
-        ).last_hidden_state
-
-    tower = _look(model, batch)
-    language_model = model.model.language_model
-    embedded = language_model.embed_tokens(batch.inputs[None]).squeeze(0)
-    rows = images.rows
-    features = images.features
-    if tp and tp.sequence:  # this rank has a part of the rows only
-        rows = rows - tp.group.rank() * len(embedded)
-        is_here = (rows >= 0) & (rows < len(embedded))
-        rows = rows[is_here]
-        features = features[is_here]
-    seen = tower.pooler_output.flatten(0, -2)
-    values = seen.index_select(0, features).to(embedded.dtype)
-    embedded = embedded.index_copy(0, rows, values)
-
-    more: dict = {}
-    if "deepstack_features" in tower:
-        is_image = embedded.new_zeros(len(embedded), dtype=torch.bool).index_fill(0, rows, True)
-        more["visual_pos_masks"] = is_image[None]
-        more["deepstack_visual_embeds"] = [
-            outputs.index_select(0, features) for outputs in tower.deepstack_features
-        ]
-    if "embed_tokens_per_layer" in language_model._modules:
-        # Those of images are the padding token's, as in the library's Gemma4Model.forward.
-        padding = language_model.config.pad_token_id
-        ids = batch.inputs.index_fill(0, images.rows, padding)
-        more["per_layer_inputs"] = language_model.get_per_layer_inputs(ids[None], None)
-    return language_model(
-        inputs_embeds=embedded[None],
-        position_ids=batch.positions[None]
-        if images.positions is None
-        else images.positions[:, None],
+    if batch.images is not None:
+        return images.last_hidden(model, batch, batch.images, tp)
+    return model.model(
+        input_ids=batch.inputs[None],
+        position_ids=batch.positions[None],
         use_cache=False,
         pack=LayerBatch(batch),
-        **more,
     ).last_hidden_state
-
-
-def _look(model: CausalModel, batch: Packed) -> Any:
-    """Return what a tower makes of the images of a batch; `pooler_output` is [..., features, H]."""
-    images = batch.images
-    assert images is not None
-    if images.places is not None:
-        # Not by `get_image_features`, where the host waits for numbers of tokens to split them by.
-        tower = model.model.vision_tower(images.pixels, images.places)
-        tower.pooler_output = model.model.embed_vision(tower.last_hidden_state)
-        return tower
-    if images.grids is None:
-        return model.model.get_image_features(images.pixels)
-    return model.model.visual(images.pixels, grid_thw=images.grids)
 
 
 def packed_forward(
@@ -119,6 +54,7 @@ def packed_forward(
     tp: TensorParallel | None,
     scale: float,
     softcap: float | None,
+    kernels: type[torch.autograd.Function] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of its distribution.
 
@@ -132,6 +68,7 @@ def packed_forward(
         tp: tensor parallelism of the model.
         scale: the family multiplies logits by it.
         softcap: bound of the logits; None: they have none.
+        kernels: of the head, as in `logprob_entropy`.
 
     Returns:
         Both [T], 0 where the target is not in the loss.
@@ -147,30 +84,13 @@ def packed_forward(
         softcap=softcap,
         entropy_gradient=entropy_gradient,
         group=tp.group if tp else None,
+        kernels=kernels,
     )
     zeros = logprobs.new_zeros(len(batch.inputs))
     return (
         zeros.index_copy(0, batch.loss_rows, logprobs),
         zeros.index_copy(0, batch.loss_rows, entropy),
     )
-
-
-def score_forward(
-    self: CausalModel,
-    batch: Packed,
-    entropy_gradient: bool = False,
-    *,
-    tp: TensorParallel | None,
-) -> tuple[Tensor, None]:
-    """Return the score of what has been read up to each row, in place of `packed_forward`.
-
-    Returns:
-        [T], 0 where the target is not in the loss; and no entropy.
-    """
-    scores = self.score(last_hidden(self, batch, tp))
-    if tp:
-        scores = tp.gather_tokens(scores)
-    return scores.squeeze(0).masked_fill(~batch.loss_mask, 0), None
 
 
 # --------------------------------------------------------------------------------------------------

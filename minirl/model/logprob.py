@@ -23,6 +23,7 @@ def logprob_entropy(
     softcap: float | None = None,
     entropy_gradient: bool = False,
     group: dist.ProcessGroup | None = None,
+    kernels: type[torch.autograd.Function] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` and entropies of softmax(hidden @ weight.T / temperature).
 
@@ -39,21 +40,21 @@ def logprob_entropy(
             2408.00118, section 2).
         entropy_gradient: whether the entropies carry a gradient.
         group: the ranks that hold parts of the vocabulary.
+        kernels: what computes it on CUDA, `logprob_kernels.OnePass`; None: the formulas here.
 
     Returns:
         Log-probs [N] and entropies [N], float32 (float64 for float64 inputs).
     """
-    by_kernels = hidden.is_cuda and hidden.dtype != torch.float64
-    function: Any = _OnePass if by_kernels else _LogprobEntropy
+    function: Any = kernels or LogprobEntropy
     return function.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
 
 
-def _rows_of_chunk(weight: Tensor, dtype: torch.dtype) -> int:
+def rows_of_chunk(weight: Tensor, dtype: torch.dtype) -> int:
     """Return how many rows of logits in a dtype are computed at once."""
     return max(16, CHUNK_BYTES[weight.device.type] // (weight.shape[0] * dtype.itemsize))
 
 
-def _matrix_product(hidden: Tensor, weight: Tensor) -> Tensor:
+def matrix_product(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return hidden @ weight.T, in float32 if their dtype is not wider."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         # Rounding logits to bfloat16 would cost 3 digits of log-prob.
@@ -63,7 +64,7 @@ def _matrix_product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    logits = _matrix_product(hidden, weight)
+    logits = matrix_product(hidden, weight)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperature) if temperature != 1.0 else logits
@@ -101,7 +102,7 @@ def _grad_of_logprobs(
     return grad.scatter_(1, targets, at_target.to(dtype))
 
 
-def _gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple:
+def gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple:
     """Return the gradients of what `forward` got, chunk by chunk, the last one first."""
     hidden, weight = ctx.saved_tensors[:2]
     grad_hidden = torch.empty_like(hidden)
@@ -129,7 +130,7 @@ def _gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple
     return grad_hidden, grad_weight, None, None, None, None, None
 
 
-class _LogprobEntropy(torch.autograd.Function):
+class LogprobEntropy(torch.autograd.Function):
     """Log-probs and entropies with their gradients.
 
     With z the logits over temperature and p = softmax(z):
@@ -150,6 +151,7 @@ class _LogprobEntropy(torch.autograd.Function):
         entropy_gradient: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, [N] each."""
         if group is not None:
             targets = targets - group.rank() * weight.shape[0]
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
@@ -157,7 +159,7 @@ class _LogprobEntropy(torch.autograd.Function):
         logprobs = hidden.new_empty(
             len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32)
         )
-        ctx.chunk = _rows_of_chunk(weight, logprobs.dtype)
+        ctx.chunk = rows_of_chunk(weight, logprobs.dtype)
         log_sum = torch.empty_like(logprobs)
         mean = torch.empty_like(logprobs)  # sum(p z)
         ctx.last_chunk = None
@@ -196,6 +198,7 @@ class _LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
+        """Return the gradients of hidden states and weight."""
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         by_logprob = grad_logprobs / ctx.temperature
         by_entropy = grad_entropy / ctx.temperature
@@ -222,74 +225,4 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
             return grad.to(hidden.dtype)
 
-        return _gradients(ctx, gradient_of_logits)
-
-
-class _OnePass(torch.autograd.Function):
-    """The same as `_LogprobEntropy` by kernels that go through a chunk of logits once each way."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        softcap: float | None,
-        entropy_gradient: bool,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:
-        from minirl.model import logprob_kernels
-
-        if group is not None:
-            targets = targets - group.rank() * weight.shape[0]
-        ctx.chunk = _rows_of_chunk(weight, torch.float32)
-        found = hidden.new_empty((3, len(hidden)), dtype=torch.float32)
-        logits = None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logits = None  # frees one chunk before the next is computed
-            logits = _matrix_product(hidden[rows], weight)
-            found[:, rows] = logprob_kernels.sums(logits, targets[rows], temperature, softcap)
-        ctx.last_chunk = logits
-        if group is not None:
-            parts = [torch.empty_like(found) for _ in range(group.size())]
-            dist.all_gather(parts, found, group)
-            found = logprob_kernels.over_ranks(torch.stack(parts))
-        target_z, log_sum, mean = found
-        ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
-        ctx.temperature = temperature
-        ctx.softcap = softcap
-        ctx.entropy_gradient = entropy_gradient
-        ctx.group = group
-        entropy = log_sum - mean
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return target_z - log_sum, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
-        from minirl.model import logprob_kernels
-
-        hidden, weight, targets, log_sum, mean = ctx.saved_tensors
-        by_logprob = grad_logprobs / ctx.temperature
-        by_entropy = grad_entropy / ctx.temperature
-
-        def gradient_of_logits(rows: slice) -> Tensor:
-            logits = ctx.last_chunk
-            ctx.last_chunk = None  # a second backward computes all
-            if logits is None:
-                logits = _matrix_product(hidden[rows], weight)
-            return logprob_kernels.gradient(
-                logits,
-                targets[rows],
-                log_sum[rows],
-                mean[rows],
-                by_logprob[rows],
-                by_entropy[rows] if ctx.entropy_gradient else None,
-                ctx.temperature,
-                ctx.softcap,
-                hidden.dtype,
-            )
-
-        return _gradients(ctx, gradient_of_logits)
+        return gradients(ctx, gradient_of_logits)

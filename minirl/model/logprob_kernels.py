@@ -6,9 +6,12 @@ writes its gradient in the dtype of the products.
 """
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from minirl.model import logprob
 
 SUM_BLOCK = 1024  # Columns that a program of forward reads at once; powers of two.
 GRADIENT_BLOCK = 4096
@@ -210,3 +213,75 @@ def over_ranks(parts: Tensor) -> Tensor:
     log_sum_of_all = log_sum.logsumexp(0)
     share = (log_sum - log_sum_of_all).exp()
     return torch.stack([target_z.sum(0), log_sum_of_all, (share * mean).sum(0)])
+
+
+# --------------------------------------------------------------------------------------------------
+# both in one function
+
+
+class OnePass(torch.autograd.Function):
+    """What `logprob.LogprobEntropy` computes, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        entropy_gradient: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, [N] each."""
+        if group is not None:
+            targets = targets - group.rank() * weight.shape[0]
+        ctx.chunk = logprob.rows_of_chunk(weight, torch.float32)
+        found = hidden.new_empty((3, len(hidden)), dtype=torch.float32)
+        logits = None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = None  # frees one chunk before the next is computed
+            logits = logprob.matrix_product(hidden[rows], weight)
+            found[:, rows] = sums(logits, targets[rows], temperature, softcap)
+        ctx.last_chunk = logits
+        if group is not None:
+            parts = [torch.empty_like(found) for _ in range(group.size())]
+            dist.all_gather(parts, found, group)
+            found = over_ranks(torch.stack(parts))
+        target_z, log_sum, mean = found
+        ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
+        ctx.temperature = temperature
+        ctx.softcap = softcap
+        ctx.entropy_gradient = entropy_gradient
+        ctx.group = group
+        entropy = log_sum - mean
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return target_z - log_sum, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
+        """Return the gradients of hidden states and weight."""
+        hidden, weight, targets, log_sum, mean = ctx.saved_tensors
+        by_logprob = grad_logprobs / ctx.temperature
+        by_entropy = grad_entropy / ctx.temperature
+
+        def gradient_of_logits(rows: slice) -> Tensor:
+            logits = ctx.last_chunk
+            ctx.last_chunk = None  # a second backward computes all
+            if logits is None:
+                logits = logprob.matrix_product(hidden[rows], weight)
+            return gradient(
+                logits,
+                targets[rows],
+                log_sum[rows],
+                mean[rows],
+                by_logprob[rows],
+                by_entropy[rows] if ctx.entropy_gradient else None,
+                ctx.temperature,
+                ctx.softcap,
+                hidden.dtype,
+            )
+
+        return logprob.gradients(ctx, gradient_of_logits)

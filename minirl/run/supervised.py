@@ -39,9 +39,10 @@ from minirl.run.inputs import (
 from minirl.run.log import Log
 from minirl.run.metrics import count_work
 from minirl.run.trainer import BaseTrainer, TrainingRun
+from minirl.train.examples import make_minibatch
 from minirl.train.frozen import Reference
 from minirl.train.policy import Metrics, Minibatch, Policy
-from minirl.train.updates import learning_rate, make_minibatch
+from minirl.train.updates import learning_rate
 from minirl.types.packed import Trajectory
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.algo import advantages, correction, losses
+from minirl.algo import advantages, correction, losses, token_advantages
 from minirl.algo.advantages import Estimator
 from minirl.base.errors import UserError, require
 from minirl.base.oversight import Oversight
@@ -86,7 +86,7 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
     estimator = checked(estimator, cfg, watch)
     batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
     if estimator.by_token:
-        rewards = advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
+        rewards = token_advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
         estimator(batch, rewards, cfg.algo)
     else:
         in_loss = batch.sequences.loss_tokens > 0

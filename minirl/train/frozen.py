@@ -12,8 +12,8 @@ import numpy as np
 
 from minirl.base.errors import require
 from minirl.batch.attention_plan import RowLayout
+from minirl.train.examples import annotate_examples
 from minirl.train.policy import Minibatch, Policy
-from minirl.train.updates import annotate_examples
 from minirl.types.packed import Trajectory
 
 

@@ -18,26 +18,22 @@ from torch import Tensor, nn
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.base.errors import require
-from minirl.base.log import Timer, say
+from minirl.base.log import Timer
 from minirl.batch.attention_plan import RowLayout
 from minirl.config.policy import WHOLE_GRADIENT_BYTES, PolicyConfig
-from minirl.config.rl import section_of
 from minirl.data.vision import read_vision
 from minirl.model import build, causal, families, loading
 from minirl.model.adapters import lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.muon import Muon
 from minirl.parallel.offload import Sleeper
-from minirl.parallel.optimizer import Optimizer, ShardAdamW
 from minirl.parallel.regions import CheckpointSlice
+from minirl.train.parameter_groups import make_optimizer
+from minirl.train.skipped import report_skipped
 from minirl.types.packed import Packed
 
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
-
-# Updates that may be skipped in a row. One does no harm, but a run that learns nothing must end.
-MAX_SKIPPED = 5
 
 
 class Sums(NamedTuple):
@@ -115,7 +111,7 @@ class Policy:
             vision=self.vision,
             convolution=families.convolution(self.model.config),
         )
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.model, self.cfg, mesh)
         self.num_updates = 0
         self.num_skipped = 0  # Updates in a row with a gradient that was not finite.
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
@@ -127,38 +123,6 @@ class Policy:
             active=offloads,
         )
 
-    def _make_optimizer(self) -> Optimizer:
-        """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
-        cfg = self.cfg
-        fsdp.reshard(self.model)  # or the optimizer would get what is gathered
-        layers = build.layers(self.model) if cfg.optimizer == "muon" else []
-        in_layers = set(nn.ModuleList(layers).parameters())
-        matrices, vectors, hidden = [], [], []
-        for name, p in self.model.named_parameters():
-            if not p.requires_grad:
-                continue
-            # Biases of experts are [E, out], a convolution of features is [out, 1, taps].
-            is_convolution = p.ndim == 3 and p.shape[1] == 1
-            if p.ndim < 2 or name.endswith("bias") or is_convolution:
-                vectors.append(p)
-            elif p in in_layers:
-                hidden.append(p)
-            else:
-                matrices.append(p)
-
-        parts: list[torch.optim.Optimizer] = []
-        groups = []
-        lr = cfg.learning_rate
-        if matrices:
-            groups.append({"params": matrices, "weight_decay": cfg.weight_decay})
-        if vectors:
-            groups.append({"params": vectors, "weight_decay": 0.0})
-        if groups:
-            parts.append(ShardAdamW(groups, lr=lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True))
-        if hidden:
-            parts.append(Muon(hidden, self.mesh, lr=lr, weight_decay=cfg.weight_decay))
-        return Optimizer(parts, cfg)
-
     def start_phase(self, cfg: PolicyConfig) -> None:
         """Forget the optimizer's state and take the settings of another phase (RL after SFT)."""
         self.cfg = cfg
@@ -168,7 +132,7 @@ class Policy:
     def forget_optimizer_state(self) -> None:
         """Make the optimizer as if it had never stepped; weights and `num_updates` stay."""
         self.sleeper.wake_optimizer()  # or a later wake would bring back what is gone now
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.model, self.cfg, self.mesh)
 
     def state_awake(self) -> contextlib.AbstractContextManager[None]:
         """Keep the optimizer's state on the device inside the block, even if it slept before.
@@ -297,37 +261,11 @@ class Policy:
                 if self.model.routing:
                     self.model.routing.move_bias()
             else:
-                self._report_skipped(metrics["loss"], lr)
+                report_skipped(self, metrics["loss"], lr)
                 self.num_skipped += 1
             self.model.zero_grad()
             self.num_updates += 1
         return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
-
-    def _report_skipped(self, loss: float, lr: float) -> None:
-        """Say on the console that an update is skipped, and why. Collective.
-
-        Raises:
-            UserError: it is the fifth in a row, or no later one could be any better.
-        """
-        section = section_of(self.cfg)
-        self.check_finite(
-            "every update would be skipped from now on; resume from an earlier checkpoint with "
-            f"{section}.lr below {lr:g}"
-        )
-        gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
-        wrong = self._names_of_not_finite(gradients)
-        places = f"in {len(wrong)} of {len(gradients)} weights {', '.join(wrong[:2])}".strip()
-        cause = f"the loss is {loss:.4g}, and the gradient is NaN or infinite {places}"
-        number = self.num_updates + 1
-        text = f"the gradient of update {number} of the {section} is not finite: {cause}"
-        if self.mesh.rank == 0:
-            say(f"{text}; the update is skipped")
-        require(
-            self.num_skipped + 1 < MAX_SKIPPED,
-            f"{MAX_SKIPPED} updates in a row were skipped: {text}. Nothing is learned any more; "
-            f"lower {section}.lr, take {section}.dtype float32, or look at what the loss is made "
-            "of (rewards, advantages, log-probs in metrics.jsonl)",
-        )
 
     def check_finite(self, consequence: str) -> None:
         """Raise UserError, on all ranks, if weights are NaN or infinite. Collective.
@@ -335,14 +273,14 @@ class Policy:
         Args:
             consequence: what that means, and what to do.
         """
-        wrong = self._names_of_not_finite(self.parameters())
+        wrong = self.names_of_not_finite(self.parameters())
         require(
             not wrong,
             f"after {self.num_updates} updates {len(wrong)} weights of {self.folder} are not "
             f"finite, {', '.join(wrong[:3])}: {consequence}",
         )
 
-    def _names_of_not_finite(self, shards: dict[str, Tensor]) -> list[str]:
+    def names_of_not_finite(self, shards: dict[str, Tensor]) -> list[str]:
         """Return the names of those tensors of which a rank has NaN or infinity. Collective."""
         is_wrong = [int(not loading.is_finite(fsdp.local(t))) for t in shards.values()]
         num_wrong = self.mesh.sums(torch.tensor(is_wrong)).tolist()
