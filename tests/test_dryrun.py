@@ -40,10 +40,10 @@ PAIRS = LOAD | {"samples": 2, "whole_groups": True}
 # A step of the optimizer: the denominators before it, metrics and the norm of the gradient behind.
 WAITS = {
     ("a copy from the device", "train/policy.py _accumulate < train/policy.py update"): 1,
-    ("a copy from the device", "train/policy.py _reduce_metrics < train/policy.py update"): 1,
+    ("a copy from the device", "train/policy.py _reduce_metrics < train/policy.py _step"): 1,
 }
 # The norm of gradients on the host joins the sums on the device.
-NORM_WAITS = {("a copy to the device", "train/policy.py update"): 1}
+NORM_WAITS = {("a copy to the device", "train/policy.py _step < train/policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
 TOWER = "model/images.py _look < model/images.py last_hidden"
 DEEPSTACK = "model/images.py last_hidden < model/causal.py last_hidden"
@@ -53,7 +53,7 @@ QWEN2_VL_WAITS = {
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
 }
 # The load of experts is a metric of the step.
-LOAD_WAITS = {("a copy from the device", "model/routing.py finish < train/policy.py update"): 1}
+LOAD_WAITS = {("a copy from the device", "model/routing.py finish < train/policy.py _step"): 1}
 OF_STEP = WAITS | LOAD_WAITS
 # Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
 EXPERT_WAITS = {("numbers", "model/experts.py _visit < model/experts.py forward"): 2 * NUM_LAYERS}
@@ -118,6 +118,7 @@ KINDS = {
     "context, all_gather": Kind(job=parallel(context=2), flash_calls=2),
     "context, ring": Kind(job=parallel(context=2, context_engine="ring"), flash_calls=2),
     "hsdp": Kind(job=parallel(replicate=2) | {"load": TWO_MICRO}),
+    "trainers and generators": Kind(job=parallel(generators=2) | {"refit": {}}),
     "mixture": Kind("qwen3_moe", job={"load": TWO_MICRO}, waits=OF_STEP),
     "mixture, tensor, refit": Kind(
         "qwen3_moe", job=parallel(tensor=2) | {"refit": {}}, waits=OF_STEP
@@ -304,7 +305,7 @@ def check_memory(kind, result, folder):
     shapes = shapes_of(folder, kind)
     assert result["parameters"] == sum(map(math.prod, shapes))
     if axes.get("tensor", 1) == 1 and not on_host:
-        num_shards = 8 // axes.get("replicate", 1)
+        num_shards = (8 - axes.get("generators", 0)) // axes.get("replicate", 1)
         itemsize = 2 if kind.job.get("loss") == "frozen" else 4
         expected = sum(first_shard(shape, num_shards) for shape in shapes) * itemsize
         assert parameters == expected
@@ -484,6 +485,19 @@ def test_refit(name, results):
     assert refit["received_bytes"] == missing
     assert 1 <= work(result, "refit", "NCCL")["kernels"] <= 20  # one for each kind of weights
     assert result["phases"]["refit"]["kinds"]["engine and refit"] >= refit["engine_bytes"]
+
+
+def test_trainers_send_what_generators_receive(results):
+    """A trainer packs its share for each engine, beside all its state, as the planner has it."""
+    result = results["trainers and generators"]
+    refit = result["refit"]
+    assert refit["received_bytes"] == refit["engine_bytes"] == 2 * result["parameters"]
+    assert refit["sent_bytes"] == pytest.approx(2 / 6 * refit["engine_bytes"], rel=0.1)
+    sending = result["phases"]["refit"]["kinds"]
+    assert sending["engine and refit"] == pytest.approx(refit["sent_bytes"], rel=0.1)
+    state = result["parameter_bytes"] + result["optimizer_bytes"]
+    assert sending["parameters"] + sending["optimizer"] == pytest.approx(state, rel=0.01)
+    assert work(result, "refit", "NCCL")["kernels"] == work(result, "receive", "NCCL")["kernels"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The engine as a refit sees it, on a pretended device where there is no vLLM."""
 
+import hashlib
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from minirl.config.policy import ParallelConfig
 from minirl.engine.engine import NamedTensors
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, World
 from minirl.parallel.regions import CheckpointSlice, Region, local_region
+from minirl.refit.record import Wanted
 
 # vLLM keeps these matrices as one, end to end.
 _FUSED = {
@@ -33,6 +36,30 @@ class RefitMesh(Mesh):
         if value == list(self.regions[0].values()):
             return [list(regions.values()) for regions in self.regions]
         return [value] * self.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class BothSides(World):
+    """All ranks of a refit between trainers and generators, of which only this one is there."""
+
+    num_trainers: int
+    wanted: dict[str, list[Wanted]]  # By every engine.
+    told: Any = None  # What the first trainer tells the generators.
+
+    def gather(self, value: object) -> list:
+        """Return digests of what all ranks want."""
+        texts = (repr([wanted]) for wanted in ({}, self.wanted))
+        nothing, all_weights = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+        num_generators = self.world_size - self.num_trainers
+        return [nothing] * self.num_trainers + [all_weights] * num_generators
+
+    def broadcast(self, value: object, source: int) -> Any:
+        """Return what a rank says: what the trainers know, or what it wants."""
+        if source == self.rank:
+            return value
+        if source:
+            return self.wanted
+        return self.told if value is None else {}
 
 
 class PretendedEngine:

@@ -7,6 +7,7 @@ on tensors without values. torch's fake process group answers collectives. It is
 own because `pretend_cuda` and what `_join_alone` replaces are not put back.
 """
 
+import dataclasses
 import json
 import sys
 import traceback
@@ -36,7 +37,12 @@ from benchmarks.dryrun import (
     kinds,
     liger_kernels,
 )
-from benchmarks.dryrun.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
+from benchmarks.dryrun.engine import (
+    BothSides,
+    PretendedEngine,
+    RefitMesh,
+    regions_of_all_ranks,
+)
 from benchmarks.dryrun.kinds import END, MIDDLE, START
 from benchmarks.dryrun.meter import Meter
 from benchmarks.dryrun.pretend import pretend_cuda
@@ -57,6 +63,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.parallel.storage import dynamic_code
 from minirl.plan.cards import CARDS, Card
 from minirl.plan.costs import Load, LossName
+from minirl.refit.record import record_loader, wanted_by_name
 from minirl.refit.refit import Refit
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import ImageBatch, ImageSpan, Trajectory
@@ -78,7 +85,8 @@ class Job:
     loss: LossName = "policy"
     share_base: bool = False  # It computes with the frozen base of another model with adapters.
     sleep: bool = False  # After the steps it sleeps and wakes.
-    refit: RefitConfig | None = None  # Moves the weights into an engine, too, while it sleeps.
+    # Moves the weights into an engine, too, while it sleeps; or into those of the generators.
+    refit: RefitConfig | None = None
     head_chunk_bytes: int = CHUNK_BYTES["cuda"]  # Of the logits that are alive at once.
 
 
@@ -398,10 +406,13 @@ def _sleep_and_refit(job: Job, policy: Policy, meter: Meter) -> dict[str, Any]:
         policy.sleeper.sleep()
         asleep = dict(meter.allocated)
         policy.sleeper.wake_parameters()
-    refit = _refit(job, policy) if job.refit else {}
+    is_split = job.parallel.generators > 0
+    refit = _refit(job, policy) if job.refit and not is_split else {}
     with policy.timer.phase("asleep"):
         policy.sleeper.wake_parameters()
         policy.sleeper.wake_optimizer()
+    if job.refit and is_split:
+        refit = _refit_generators(job, policy)
     return {"asleep": asleep, "refit": refit}
 
 
@@ -409,14 +420,8 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
     """Refit an engine whose ranks all have whole weights, while the optimizer's state sleeps."""
     assert job.refit
     shards = policy.shards()
-    firsts: dict[Any, str] = {}  # The first weight of each layout: the regions of these travel.
-    for name, p in shards.items():
-        layout = (p.shape, p.placements, p.device_mesh) if isinstance(p, DTensor) else p.shape
-        firsts.setdefault(layout, name)
-    of_layouts = {name: shards[name] for name in firsts.values()}
-    regions = regions_of_all_ranks(of_layouts, job.world_size, job.parallel)
-    mesh = RefitMesh(**vars(policy.mesh), regions=regions)
-    dtype = getattr(torch, policy.cfg.dtype.replace("float64", "float32"))
+    mesh = _refit_mesh(job, policy)
+    dtype = _engine_dtype(policy)
     with policy.timer.phase("refit"):
         policy.sleeper.sleep_base()
         engine: Any = PretendedEngine(mesh, shards, policy.parts(), dtype)
@@ -426,6 +431,58 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
         "engine_bytes": _device_bytes(list(engine.parameters().values())),
         "received_bytes": refit.bytes_received,
         "buffer_bytes": refit.peak_bytes,
+    }
+
+
+def _refit_mesh(job: Job, policy: Policy) -> RefitMesh:
+    """Return the mesh of the policy, whose ranks say which regions they have."""
+    firsts: dict[Any, str] = {}  # The first weight of each layout: the regions of these travel.
+    shards = policy.shards()
+    for name, p in shards.items():
+        layout = (p.shape, p.placements, p.device_mesh) if isinstance(p, DTensor) else p.shape
+        firsts.setdefault(layout, name)
+    of_layouts = {name: shards[name] for name in firsts.values()}
+    regions = regions_of_all_ranks(of_layouts, policy.mesh.world_size, job.parallel)
+    return RefitMesh(**vars(policy.mesh), regions=regions)
+
+
+def _engine_dtype(policy: Policy) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, policy.cfg.dtype.replace("float64", "float32"))
+    return dtype
+
+
+def _refit_generators(job: Job, policy: Policy) -> dict[str, int]:
+    """Refit as the first trainer, and then as the first generator."""
+    assert job.refit
+    shards = policy.shards()
+    parts = policy.parts()
+    mesh = _refit_mesh(job, policy)
+    with policy.timer.phase("receive"):
+        engine: Any = PretendedEngine(mesh, shards, parts, _engine_dtype(policy))
+        shapes = {name: p.shape for name, p in shards.items()}
+        wanted = wanted_by_name(record_loader(engine, shapes, parts)[0])
+    del engine
+    whole = BothSides(
+        **vars(policy.mesh.everyone), num_trainers=policy.mesh.world_size, wanted=wanted
+    )
+    with policy.timer.phase("refit"):
+        mesh = dataclasses.replace(mesh, whole=whole)
+        sender = Refit(job.refit, shards, parts, None, mesh=mesh, read=policy.merged)
+        sender()
+    sent_bytes = sender.peak_bytes
+    told = sender.weights
+    del sender
+    with policy.timer.phase("receive"):
+        whole = dataclasses.replace(whole, rank=policy.mesh.world_size, told=told)
+        mesh = dataclasses.replace(mesh, side="generators", whole=whole)
+        engine = PretendedEngine(mesh, shards, parts, _engine_dtype(policy))
+        receiver = Refit(job.refit, {}, {}, engine)
+        receiver()
+    return {
+        "engine_bytes": _device_bytes(list(engine.parameters().values())),
+        "sent_bytes": sent_bytes,
+        "received_bytes": receiver.bytes_received,
+        "buffer_bytes": receiver.peak_bytes,
     }
 
 

@@ -30,6 +30,7 @@ _BY_PHASE = {
     "backward": BACKWARD,
     "optimizer": OPTIMIZER,
     "refit": REFIT,
+    "receive": REFIT,
 }
 # Functions of FSDP2 that ask for memory.
 _BY_FSDP_FUNCTION = {
