@@ -1,10 +1,10 @@
-"""Partial rollouts, simulated: what pacing costs, and what beginning stale groups anew would.
+"""Partial rollouts, simulated: what pacing costs, and what beginning stale groups again would.
 
     python benchmarks/pacing.py
 
-One process, no engine: answers have log-normal lengths and share the engines' speed, and the rules
-of minirl/rollout/pacing.py say what begins, what a step waits for and what it trains on. Beside
-them `restart`, the rule that they stand for: a group older than max_staleness begins anew; and
+The engines of minirl/plan/simulation.py draw answers of log-normal lengths, and the rules of
+minirl/rollout/pacing.py say what begins, what a step waits for and what it trains on. Beside them
+`restart`, the rule that they stand for: a group older than max_staleness begins again; and
 `no limit`: groups go on for as long as they take.
 
 Prints for each load the simulated seconds of a rollout (mean of a step, after the first third), the
@@ -13,14 +13,13 @@ max_staleness steps after the one in which they first began, and the longest ans
 that were trained on, as a share of those that were begun: below 1 the training misses long answers.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
 
-from minirl.rollout.pacing import GroupState, Pace
+from minirl.plan.simulation import WARM_UP, Job, LogNormal, Run
 
 Rule = Literal["restart", "pace", "no limit"]
 RULES: tuple[Rule, ...] = ("restart", "pace", "no limit")
@@ -51,21 +50,6 @@ LOADS = (
 )
 
 
-@dataclass
-class SimulatedGroup:
-    """The answers to a prompt."""
-
-    ticket: int
-    first_step: int  # In which it first began.
-    version: int  # The step in which it began, the last time.
-    lengths: np.ndarray  # float64 [samples], tokens at the end.
-    done: np.ndarray  # float64 [samples], tokens so far.
-
-    def state(self, *, is_finished: bool) -> GroupState:
-        """Return what the rules of pacing know of it."""
-        return GroupState(self.ticket, self.version, is_finished, is_finished, 0)
-
-
 class Outcome(NamedTuple):
     """What a simulated run gives."""
 
@@ -76,107 +60,56 @@ class Outcome(NamedTuple):
     most_begun: int  # Groups that were begun and not trained on at once.
 
 
-class Simulation:
-    """A run under one of the rules."""
+def step_seconds(running: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+    """Return the seconds of an engine's step.
 
-    def __init__(self, load: Load, rule: Rule):
-        self.load = load
-        self.rule = rule
-        self.pace = Pace(
-            prompts_per_step=load.prompts,
-            ahead=load.ahead,
-            max_staleness=load.max_staleness,
-            updates_per_step=1,
-        )
-        self.rng = np.random.default_rng(0)
-        self.groups: list[SimulatedGroup] = []
-        self.next_ticket = 0
-        self.tokens_trained = 0.0
-        self.tokens_lost = 0.0
-        self.trained: list[tuple[int, SimulatedGroup]] = []  # With their steps.
-        self.longest_begun: list[float] = []
-        self.most_begun = 0
+    An answer alone gets 90 tokens a second, and half of that among 192 others on its engine.
+    """
+    return (1 + np.maximum(1, running) / 192) / 90
 
-    def run(self) -> Outcome:
-        """Run all steps."""
-        seconds = [self.step(number) for number in range(self.load.steps)]
-        warm = self.load.steps // 3
-        late = [step - group.first_step > self.load.max_staleness for step, group in self.trained]
-        last = self.load.steps - 1
-        late += [last - group.first_step > self.load.max_staleness for group in self.groups]
-        longest = [group.lengths.max() for step, group in self.trained if step >= warm]
-        return Outcome(
-            float(np.mean(seconds[warm:])),
-            self.tokens_lost / (self.tokens_lost + self.tokens_trained),
-            sum(late),
-            float(np.mean(longest) / np.mean(self.longest_begun)),
-            self.most_begun,
-        )
 
-    def step(self, number: int) -> float:
-        """Simulate a step; return the seconds of its rollout."""
-        if self.rule == "restart":
-            self.begin_stale_groups_anew(number)
-        begun = [group.state(is_finished=False) for group in self.groups]
-        goals = self.pace.goals(begun, number) if self.rule == "pace" else []
-        for _ in range(self.pace.num_new(self.load.prompts, len(begun))):
-            self.groups.append(self.new_group(number))
-        self.most_begun = max(self.most_begun, len(self.groups))
+def simulate(load: Load, rule: Rule) -> Outcome:
+    """Simulate a run under one of the rules, without the time of training."""
+    job = Job(
+        prompts=load.prompts,
+        samples=load.samples,
+        lengths=LogNormal(load.median, load.sigma, load.longest),
+        num_engines=load.num_engines,
+        slots=load.samples * (load.prompts + load.ahead),
+        step_seconds=step_seconds,
+        train_seconds=0.0,
+    )
+    run = Run(job, ahead=load.ahead, max_staleness=load.max_staleness)
+    engines = run.engines
+    warm = int(load.steps * WARM_UP)
+    first_steps = np.empty(0, np.int64)  # Of each ticket.
+    trained_in = np.empty(0, np.int64)  # And the step that trains on it.
+    most_begun = 0
+    for step in range(load.steps):
+        if step == warm:
+            began = engines.now
+        if rule == "restart":
+            stale = run.begun[run.versions[run.begun] < step - load.max_staleness]
+            engines.begin_again(stale)
+            run.versions[stale] = step
+        goals = run.issue(step)
+        num_new = len(run.versions) - len(first_steps)
+        first_steps = np.append(first_steps, np.full(num_new, step))
+        trained_in = np.append(trained_in, np.full(num_new, load.steps - 1))
+        most_begun = max(most_begun, len(run.begun))
+        run.wait(goals if rule == "pace" else goals[-1:])
+        trained_in[run.take(step)] = step
 
-        # All answers grow at the same rate: the goals are reached after so many tokens.
-        missing = np.array([(group.lengths - group.done).max() for group in self.groups])
-        versions = np.array([group.version for group in self.groups])
-        num_tokens = np.sort(missing)[self.load.prompts - 1]
-        for goal in goals:
-            due = np.sort(missing[versions <= goal.version])
-            num_tokens = max(num_tokens, due[goal.num_groups - 1])
-        seconds = self.sample(num_tokens)
-
-        finished = [
-            group.state(is_finished=True)
-            for group, tokens in zip(self.groups, missing, strict=True)
-            if tokens <= num_tokens
-        ]
-        chosen = self.pace.choose(finished)
-        for group in self.groups:
-            if group.ticket in chosen:
-                self.trained.append((number, group))
-                self.tokens_trained += group.lengths.sum()
-        self.groups = [group for group in self.groups if group.ticket not in chosen]
-        return seconds
-
-    def begin_stale_groups_anew(self, number: int) -> None:
-        """Throw away what groups have sampled that are older than max_staleness."""
-        for group in self.groups:
-            if group.version < number - self.load.max_staleness:
-                self.tokens_lost += group.done.sum()
-                group.done = np.zeros_like(group.done)
-                group.version = number
-
-    def new_group(self, step: int) -> SimulatedGroup:
-        """Return a new group. Answers to one prompt resemble each other in length."""
-        half = self.load.sigma * math.sqrt(0.5)
-        mean = math.log(self.load.median) + half * self.rng.standard_normal()
-        lengths = np.exp(mean + half * self.rng.standard_normal(self.load.samples))
-        lengths = np.minimum(lengths, self.load.longest)
-        self.longest_begun.append(lengths.max())
-        self.next_ticket += 1
-        return SimulatedGroup(self.next_ticket, step, step, lengths, np.zeros_like(lengths))
-
-    def sample(self, num_tokens: float) -> float:
-        """Let every answer grow by as many tokens as it lacks, at most `num_tokens`.
-
-        Returns:
-            Seconds: an answer alone gets 90 tokens a second, and half of that among 192 others on
-            its engine.
-        """
-        lacking = np.concatenate([group.lengths - group.done for group in self.groups])
-        ends = np.sort(np.minimum(lacking[lacking > 0], num_tokens))
-        num_running = np.arange(len(ends), 0, -1) / self.load.num_engines
-        seconds_per_token = (1 + np.maximum(1, num_running) / 192) / 90
-        for group in self.groups:
-            group.done = np.minimum(group.lengths, group.done + num_tokens)
-        return float((np.diff(ends, prepend=0.0) * seconds_per_token).sum())
+    is_trained = np.isin(np.arange(len(trained_in)), run.begun, invert=True)
+    trained_tokens = engines.lengths[is_trained].sum()
+    longest = engines.lengths.max(1)
+    return Outcome(
+        (engines.now - began) / (load.steps - warm),
+        float(engines.lost / (engines.lost + trained_tokens)),
+        int((trained_in - first_steps > load.max_staleness).sum()),
+        float(longest[is_trained & (trained_in >= warm)].mean() / longest.mean()),
+        most_begun,
+    )
 
 
 def main(steps: int = 60) -> None:
@@ -188,7 +121,7 @@ def main(steps: int = 60) -> None:
     print("  prompts ahead stale sigma longest rule       s/step  thrown   late  long  most begun")
     for load in LOADS:
         for rule in RULES:
-            outcome = Simulation(replace(load, steps=steps), rule).run()
+            outcome = simulate(replace(load, steps=steps), rule)
             print(
                 f"  {load.prompts:7} {load.ahead:5} {load.max_staleness:5} {load.sigma:5} "
                 f"{load.longest:7.0f} {rule:8} {outcome.seconds:8.0f} {outcome.thrown_away:7.1%} "

@@ -54,6 +54,45 @@ def test_every_group_is_trained_on_in_time_even_if_the_youngest_finish_first(
     assert oldest == max_staleness * updates
 
 
+@pytest.mark.parametrize(("num", "max_staleness"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2)])
+def test_in_every_order_of_finishes_all_groups_are_trained_on_in_time(num, max_staleness):
+    """Every state that generators who never wait can be in when a step begins (ahead = n * S).
+
+    A state is how many groups of each age are begun and not finished, and how many are finished
+    and not trained on. Whatever has finished when the trainers come, the goals among it, no group
+    may be older than the bound.
+    """
+    ahead = num * max_staleness
+    pace = Pace(prompts_per_step=num, ahead=ahead, max_staleness=max_staleness, updates_per_step=1)
+    empty = (0,) * (max_staleness + 1)
+    found, new = {(empty, empty)}, [(empty, empty)]
+    while new:
+        unfinished, finished = new.pop()
+        begun = [group(0, -age) for age, n in enumerate(unfinished) for _ in range(n)]
+        begun += [group(0, -age, finished=True) for age, n in enumerate(finished) for _ in range(n)]
+        goals = [*pace.goals(begun, 0), Goal(0, num)]
+        issued = pace.num_new(num, len(begun))
+        assert len(begun) + issued == num * (max_staleness + 1)
+        unfinished = (unfinished[0] + issued, *unfinished[1:])
+        for more in itertools.product(*(range(n + 1) for n in unfinished)):
+            there = [n + m for n, m in zip(finished, more, strict=True)]
+            states = [
+                group(0, -age, finished=True) for age, n in enumerate(there) for _ in range(n)
+            ]
+            states = [state._replace(ticket=i) for i, state in enumerate(states)]
+            if not reached(goals, states):
+                continue
+            for ticket in pace.choose(states):
+                there[-states[ticket].version] -= 1
+            left = [n - m for n, m in zip(unfinished, more, strict=True)]
+            assert left[-1] == there[-1] == 0, "too old in the next step"
+            state = ((0, *left[:-1]), (0, *there[:-1]))
+            assert sum(map(sum, state)) == ahead
+            if state not in found:
+                found.add(state)
+                new.append(state)
+
+
 def test_varied_groups_are_chosen_before_others_and_then_the_oldest():
     pace = Pace(prompts_per_step=3, ahead=3, max_staleness=1, updates_per_step=1)
     finished = [
@@ -81,12 +120,12 @@ def test_engines_share_goals_as_they_share_groups():
 LOAD = pacing.Load(prompts=16, samples=4, ahead=16, sigma=1.0, steps=30, num_engines=2)
 
 
-def test_pacing_throws_nothing_away_where_beginning_anew_does():
-    anew, paced, unlimited = (pacing.Simulation(LOAD, rule).run() for rule in pacing.RULES)
-    assert anew.thrown_away > 0.1 and anew.num_late > 5 and unlimited.num_late > 5
+def test_pacing_throws_nothing_away_where_beginning_again_does():
+    again, paced, unlimited = (pacing.simulate(LOAD, rule) for rule in pacing.RULES)
+    assert again.thrown_away > 0.1 and again.num_late > 5 and unlimited.num_late > 5
     assert paced.thrown_away == paced.num_late == 0 and paced.most_begun == 32
     assert unlimited.seconds <= paced.seconds
     # With time enough for the longest answers, the limit costs nothing.
     patient = dataclasses.replace(LOAD, max_staleness=12)
-    outcome = pacing.Simulation(patient, "pace").run()
+    outcome = pacing.simulate(patient, "pace")
     assert outcome.seconds == pytest.approx(unlimited.seconds, rel=0.02)
