@@ -271,28 +271,40 @@ class ImaginedMesh(Mesh):
 # the laws
 
 
-def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int) -> list[Row]:
-    """Return the cost of the record and of the plan, on the rank in the middle."""
+def measure_plan(
+    model: str, num_layers: int, world: int, replicas: int, tp: int, generators: int = 0
+) -> list[Row]:
+    """Return the cost of the record and of the plan, on the rank in the middle.
+
+    With `generators`, the last so many ranks have the engines and the others the shards; the rank
+    is the first that trains.
+    """
+    num_trainers = world - generators
+    first_receiver = num_trainers if generators else 0
+    own_rank = 0 if generators else world // 2
     shapes, slices = make_shapes(model, num_layers)
-    own = Engine(shapes, slices, tp, world // 2 % tp)
+    own = Engine(shapes, slices, tp, own_rank % tp)
     parts = record(shapes, slices, own)
     cpu_seconds = least_seconds(lambda: record(shapes, slices, own))
     recorded = Row("record", model, world, cpu_seconds, 0, len(parts))
-    wanted = list(wanted_of_engines(model, num_layers, tp))
+    wanted: list[dict[str, list[Wanted]]] = [*wanted_of_engines(model, num_layers, tp), {}]
+    class_of = [tp] * first_receiver  # Without an engine.
+    class_of += [rank % tp for rank in range(world - first_receiver)]
 
     def plan() -> int:
         """Plan as `Refit` does when it knows what others say; return the number of copies."""
-        num_shards = world // replicas
+        num_shards = num_trainers // replicas
         grids = {}
         for shape in dict.fromkeys(shapes.values()):
             regions = [fsdp_region(shape, num_shards, i) for i in range(num_shards)]
             grids[shape] = Grid(regions * replicas)
         planner = Planner(
-            world // 2,
+            own_rank,
             {name: grids[shape] for name, shape in shapes.items()},
             wanted,
-            [rank % tp for rank in range(world)],
+            class_of,
             RefitConfig().bucket_mb * MIB,
+            first_receiver,
         )
         buckets = planner.plan()
         kept.append(buckets)

@@ -132,31 +132,40 @@ def shard_region(name, world, replicas, tp, rank):
 
 
 class World:
-    """All ranks of a world, each with its plan."""
+    """All ranks of a world, each with its plan. The last `generators` only generate, and the others
+    only train; 0: all do both."""
 
-    def __init__(self, size, replicas, tp, engine_tp, bucket_bytes=700):
+    def __init__(self, size, replicas, tp, engine_tp, generators=0, bucket_bytes=700):
         self.size = size
-        self.engines = [Engine(engine_tp, rank % engine_tp) for rank in range(size)]
-        self.parts = []
-        self.single = []  # Expert by expert.
+        num_trainers = size - generators
+        self.first_receiver = num_trainers if generators else 0
+        self.engines = [
+            Engine(engine_tp, (rank - self.first_receiver) % engine_tp)
+            for rank in range(self.first_receiver, size)
+        ]
+        self.parts = [[] for _ in range(self.first_receiver)]
+        self.single = [[] for _ in range(self.first_receiver)]  # Expert by expert.
         for engine in self.engines:
             single, joined = record(engine)
             self.single.append(single)
             self.parts.append(joined)
         self.regions = [
-            {name: shard_region(name, size, replicas, tp, rank) for name in SHAPES}
-            for rank in range(size)
+            {name: shard_region(name, num_trainers, replicas, tp, rank) for name in SHAPES}
+            for rank in range(num_trainers)
         ]
         found = {}
         grids = {}
         for name in SHAPES:
             regions = [by_name[name] for by_name in self.regions]
             grids[name] = found.setdefault(tuple(regions), Grid(regions))
-        wanted = [wanted_by_name(parts) for parts in self.parts[:engine_tp]]
-        class_of = [rank % engine_tp for rank in range(size)]
+        parts_of_classes = self.parts[self.first_receiver :][:engine_tp]
+        wanted = [wanted_by_name(parts) for parts in [*parts_of_classes, []]]
+        class_of = [engine_tp] * self.first_receiver
+        class_of += [rank % engine_tp for rank in range(len(self.engines))]
         self.planners = []
         for rank in range(size):
-            self.planners.append(Planner(rank, grids, wanted, class_of, bucket_bytes))
+            given = (rank, grids, wanted, class_of, bucket_bytes, self.first_receiver)
+            self.planners.append(Planner(*given))
 
     def targets(self, rank, name):
         """The parts of a rank's engine that a weight fills."""
@@ -178,7 +187,8 @@ def scanned(world):
                 region = intersect(part.region, held)
                 if not region:
                     continue
-                sender = ranks[receiver * len(ranks) // world.size]
+                place = receiver - world.first_receiver
+                sender = ranks[place * len(ranks) // len(world.engines)]
                 if receiver in ranks:
                     sender = receiver
                 moved[sender, receiver] |= elements(part.name, region)
@@ -202,6 +212,10 @@ WORLDS = {
     "24 = 3 replicas of 8, engine 8": (24, 3, 1, 8),  # experts by rows
     "32, engine 4": (32, 1, 1, 4),
     "64, engine 8": (64, 1, 1, 8),  # more ranks than rows
+    "6 + 2": (8, 1, 1, 1, 2),
+    "2 + 6, tensor 2, engine 2": (8, 1, 2, 2, 6),
+    "3 + 4, engine 4": (7, 1, 1, 4, 4),
+    "48 = 2 replicas of 12 x tensor 2 + 16, engine 8": (64, 2, 2, 8, 16),
 }
 
 
@@ -213,11 +227,12 @@ def test_pieces_are_those_of_a_full_scan(name):
     sent = defaultdict(list)
     received = defaultdict(list)
     for rank, planner in enumerate(world.planners):
-        own = world.regions[rank]
-        for part in world.parts[rank]:
-            region = intersect(part.region, own[part.name])
-            if region:
-                moved[rank, rank] |= elements(part.name, region)
+        if not world.first_receiver:
+            own = world.regions[rank]
+            for part in world.parts[rank]:
+                region = intersect(part.region, own[part.name])
+                if region:
+                    moved[rank, rank] |= elements(part.name, region)
         for name, kind, window in windows(planner):
             for piece in planner.received(kind, window):
                 new = elements(name, piece.region)
@@ -246,7 +261,7 @@ def carry_out(world, shards):
         buffers = []
         for rank, bucket in enumerate(buckets):
             buffer = torch.full((sum(bucket.num_out),), torch.nan, dtype=bucket.dtype)
-            for i, name in enumerate(bucket.names):
+            for i, name in enumerate(bucket.names if rank < len(shards) else ()):
                 shard = shards[rank][name]
                 targets = world.targets(rank, name)
                 for copy in bucket.local:
@@ -267,7 +282,7 @@ def carry_out(world, shards):
 @pytest.mark.parametrize("bucket_bytes", [700, 10**6])
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_engine_gets_the_bits_that_its_loader_would_give_it(name, bucket_bytes):
-    world = World(*WORLDS[name], bucket_bytes)
+    world = World(*WORLDS[name], bucket_bytes=bucket_bytes)
     torch.manual_seed(0)
     whole = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     shards = []
@@ -319,8 +334,15 @@ def test_shards_that_are_no_grid_are_refused():
 # growth
 
 
-def test_copies_of_a_call_do_not_grow_with_the_number_of_ranks():
-    few, many = (growth_refit.measure_plan("30B-A3B", 8, world, 1, 1)[1] for world in (8, 64))
+@pytest.mark.parametrize("is_split", [False, True])
+def test_copies_of_a_call_do_not_grow_with_the_number_of_ranks(is_split):
+    """Nor if three quarters of them only generate, on one that only trains."""
+
+    def measured(world):
+        generators = world * 3 // 4 if is_split else 0
+        return growth_refit.measure_plan("30B-A3B", 8, world, 1, 1, generators)[1]
+
+    few, many = measured(8), measured(64)
     assert few.num_copies / 8 < 60  # a layer; 440 if experts and peers were apart
     assert many.num_copies < 1.2 * few.num_copies
     assert many.num_bytes < 120_000  # what it sends to and receives from each of 64 ranks

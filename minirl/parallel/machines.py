@@ -325,20 +325,21 @@ def check_shared(folder: Path, setting: str, world: World) -> None:
     )
 
 
-def check_on_one_machine(num_ranks: int, setting: str, world: World) -> None:
+def check_on_one_machine(num_ranks: int, setting: str, world: World, first: int = 0) -> None:
     """Refuse groups of consecutive ranks that span machines. Collective.
 
     Args:
         num_ranks: size of a group.
         setting: the setting that has it, for errors.
         world: the ranks.
+        first: the first rank that is in a group.
 
     Raises:
         UserError: on all ranks.
     """
     hosts = world.gather(socket.gethostname())
-    for first in range(0, world.world_size, num_ranks):
-        group = list(range(first, first + num_ranks))
+    for begin in range(first, world.world_size, num_ranks):
+        group = list(range(begin, begin + num_ranks))
         require(
             len({hosts[rank] for rank in group}) == 1,
             f"{setting} = {num_ranks} puts ranks of {_places(group, hosts)} together, which must "

@@ -113,7 +113,9 @@ class Inputs:
         check_output(cfg, mesh)
         if mesh.device.type == "cpu":  # where an engine's ranks share memory
             num_ranks = cfg.engine.tensor_parallel_size
-            check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh)
+            generators = cfg.parallel.generators or mesh.world_size
+            first = mesh.world_size - generators
+            check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh, first)
 
         with errors_of_all(mesh, same_everywhere=True):
             # 2. Code of the user: environment, rewards, estimator and loss.
