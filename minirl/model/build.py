@@ -43,7 +43,7 @@ from minirl.model.adapters.files import is_adapter_folder, read_adapter
 from minirl.model.causal import CausalModel, buffers, packed_forward
 from minirl.model.score import SCORE, ScoreHead, score_forward
 from minirl.model.trained import frozen_names
-from minirl.parallel import fsdp, tensor
+from minirl.parallel import sharding, tensor
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
@@ -234,7 +234,7 @@ def _distribute(
         plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
         tensor.apply(model, tp, plan)
     # All that is left of them is sharded over the others.
-    fsdp.shard(
+    sharding.shard(
         model,
         [*never_run(model), *layers(model)],
         mesh.fsdp,

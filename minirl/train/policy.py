@@ -24,7 +24,7 @@ from minirl.config.policy import WHOLE_GRADIENT_BYTES, PolicyConfig
 from minirl.data.vision import read_vision
 from minirl.model import build, causal, families, loading
 from minirl.model.adapters import lora
-from minirl.parallel import fsdp
+from minirl.parallel import fsdp, sharding
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
 from minirl.parallel.regions import CheckpointSlice
@@ -99,7 +99,7 @@ class Policy:
         self.adapters = self.model.adapters
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        whole_bytes = sum(map(fsdp.gathered_bytes, trained))
+        whole_bytes = sum(map(sharding.gathered_bytes, trained))
         fits = whole_bytes <= WHOLE_GRADIENT_BYTES
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = read_vision(folder) if families.reads_images(self.model.config) else None
