@@ -14,9 +14,10 @@ SIGUSR1 and SIGINT to a rank or to torchrun, which ask for a checkpoint.
 An interruption is held if torchrun ends with the code of launch/README.md, no rank prints a
 traceback and no process is left. At the end of a chain are compared: metrics.jsonl without clocks,
 every exported weight and every dumped episode, bitwise; and no unfinished file or shared memory may
-be left. With rollout.ahead (kind `ahead`) a resumed run begins unfinished groups again, under other
-weights than the undisturbed run. There it is compared with its promises: every step has its
-prompts, no prompt is trained on twice, and none later than rollout.max_staleness allows.
+be left. With rollout.ahead (kind `ahead`) and inflight a resumed run begins unfinished groups
+again, under other weights than the undisturbed run, and with stream the order of sums depends on
+the time. There it is compared with its promises: every step has its prompts, no prompt is trained
+on twice, and none later than rollout.max_staleness allows.
 
 grpo     SFT before it, evaluations, the best checkpoint kept
 ahead    partial rollouts
@@ -25,6 +26,8 @@ kl       KL to a reference that is refreshed, Muon, a curriculum
 dapo     dynamic sampling by extra prompts, two updates a step
 sft, dpo on rows and pairs
 long     200 steps of GRPO
+lockstep, stream, inflight
+         a rank that trains and one that generates (rollout.overlap)
 
 Prints a line for each interruption, then a table; exit code 1 if anything did not hold.
 """

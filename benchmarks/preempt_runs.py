@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["grpo", "ahead", "ppo", "kl", "dapo", "sft", "dpo", "long"]
+Kind = Literal[
+    "grpo", "ahead", "ppo", "kl", "dapo", "sft", "dpo", "long", "lockstep", "stream", "inflight"
+]
 REWARD = """def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 4 + (len(completion) < 3) / 2
 """
@@ -42,6 +44,8 @@ AHEAD = {
     "checkpoint.every": 2,
     "eval.every": 0,
 }
+SPLIT = {**RL, "parallel.generators": 1, "checkpoint.every": 2, "eval.every": 2}
+BEST = {"sft.num-steps": 4, "checkpoint.best-metric": "accuracy"}
 SUPERVISED = {**COMMON, "data.max-tokens": 32, "batch-size": 8, "eval.every": 4}
 
 
@@ -57,7 +61,7 @@ class Run:
 
 
 RUNS: dict[Kind, Run] = {
-    "grpo": Run("minirl.rl", 12, {**RL, "sft.num-steps": 4, "checkpoint.best-metric": "accuracy"}),
+    "grpo": Run("minirl.rl", 12, {**RL, **BEST}),
     "ahead": Run("minirl.rl", 12, {**RL, **AHEAD}, is_bitwise=False),
     "ppo": Run(
         "minirl.rl",
@@ -84,8 +88,22 @@ RUNS: dict[Kind, Run] = {
         200,
         {**RL, "checkpoint.every": 10, "eval.every": 50, "rollout.max-tokens": 4},
     ),
+    "lockstep": Run(
+        "minirl.rl",
+        12,
+        {**SPLIT, **BEST, "checkpoint.keep": 1, "rollout.curriculum-floor": 0.1},
+    ),
+    "stream": Run("minirl.rl", 12, {**SPLIT, "rollout.overlap": "stream"}, is_bitwise=False),
+    "inflight": Run(
+        "minirl.rl",
+        12,
+        {**SPLIT, **BEST, "rollout.overlap": "inflight", "rollout.max-staleness": MAX_STALENESS}
+        | {"rollout.max-tokens": 24},
+        is_bitwise=False,
+    ),
 }
 CHAINS: tuple[Kind, ...] = ("grpo", "ahead", "ppo", "kl", "dapo", "sft", "dpo")
+CHAINS += ("lockstep", "stream", "inflight")
 
 
 def write_inputs(folder: Path) -> None:

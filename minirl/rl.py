@@ -434,14 +434,14 @@ class Trainer(BaseTrainer):
             )
         if result:
             self.record_evaluation(step, name, result)
+            if self.run.has_reached_goal:
+                self.progress.evaluations["after_rl"] = result
         return bool(result)
 
     def record_evaluation(self, step: int, name: str | None, result: dict) -> None:
         """Log what `score` returned for the weights of a step."""
         shown = ("accuracy", "reward")
         self.run.record_evaluation(step, result["scores"], shown, name, result)
-        if self.run.has_reached_goal:
-            self.progress.evaluations["after_rl"] = result
 
     def warm_start(self) -> bool:
         """Imitate the training rows' answers for `sft.num_steps` steps, and export the result.

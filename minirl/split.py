@@ -14,6 +14,7 @@ are the weights that step k begins with:
 With `stream` batch k is drawn with W(k), and goes to the trainers in parts as its groups finish.
 """
 
+import functools
 import json
 import pickle
 from collections.abc import Callable
@@ -24,19 +25,18 @@ from typing import NamedTuple
 import numpy as np
 
 from minirl.algo import losses
-from minirl.base.files import write_whole
 from minirl.base.log import say
 from minirl.base.reading import parse_json, read_text
-from minirl.checkpoint import finding
 from minirl.config.rl import RLConfig
 from minirl.data.order import Curriculum
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.sides import Meetings
 from minirl.refit.refit import Refit
 from minirl.rl import Generation, Minibatches, Trainer
-from minirl.rollout import index, records
+from minirl.rollout import records
 from minirl.rollout.generating import GeneratingSampler
 from minirl.rollout.sampler import StepRollout
+from minirl.run import results
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, score
 from minirl.run.inputs import Inputs
 from minirl.run.trainer import BaseTrainer
@@ -44,7 +44,7 @@ from minirl.train.policy import Metrics
 from minirl.train.updates import learning_rate
 from minirl.types.packed import Trajectory
 
-DRAWN = "drawn"  # The folder of batches that belong to checkpoints.
+DRAWN = "drawn"  # Names of a checkpoint's files with the batch of its next step begin so.
 TRAINING = ("prepare", "annotate", "forward", "backward", "optimizer")  # Phases of a step.
 LEAST_GAIN = 0.95  # Of the seconds of a step, for another number of generators to be worth it.
 
@@ -57,7 +57,8 @@ class News:
     version: int  # Optimizer steps that they have seen.
     evaluates: bool = False  # The generators evaluate them.
     name: str | None = None  # Of that evaluation, for the summary.
-    draws: bool = True  # The generators draw the batch of this step.
+    draws: bool = True  # The generators draw the batch of this step,
+    delivers: bool = True  # and deliver what they have.
     is_last: bool = False  # The generators leave after this.
     # The first ticket to draw, and those to draw before; None: the generators know.
     tickets: tuple[int, list[int]] | None = None
@@ -106,7 +107,7 @@ class Trainers(Trainer):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        self.meetings = Meetings(mesh)
+        self.meetings = Meetings(mesh, 60 * cfg.timeout_minutes)
         self.refit = Refit(
             cfg.refit,
             self.policy.shards(),
@@ -118,6 +119,8 @@ class Trainers(Trainer):
         )
         self.is_first_news = True
         self.have_left = False  # The generators.
+        self.num_finished = self.run.first_step  # Steps.
+        self.awaited: set[int] = set()  # Steps whose evaluations are still to come.
         self.rows: dict[int, int] = {}  # As in `Delivery`, of this step.
         self.results: list[np.ndarray] = []  # As in `News`.
         self.numbers: Metrics = {}  # As in `Delivery`, of this step.
@@ -142,6 +145,8 @@ class Trainers(Trainer):
             news = replace(news, results=np.concatenate(self.results))
             self.results.clear()
         self.have_left = news.is_last
+        if news.evaluates:
+            self.awaited.add(news.step)
         with self.timer.phase("idle_trainers"):
             self.meetings.enter()
         self.mesh.everyone.broadcast(news, 0)
@@ -173,6 +178,7 @@ class Trainers(Trainer):
                     self.mesh,
                     max(NUM_SHOWN, self.cfg.log.samples),
                 )
+            self.awaited.discard(evaluation.step)
             self.record_evaluation(evaluation.step, evaluation.name, result)
         self.numbers |= first.numbers
         self.run.meter.elsewhere |= first.seconds
@@ -193,10 +199,41 @@ class Trainers(Trainer):
             name="before_rl" if step == 0 else None,
         )
 
+    def last_news(self, step: int) -> News:
+        """Return news after which the generators deliver what they have, and leave."""
+        return News(step=step, version=self.policy.num_updates, draws=False, is_last=True)
+
+    def fetch(self, step: int, *, is_last: bool = False) -> None:
+        """Receive what belongs to a checkpoint and is on the other side. Collective.
+
+        That is evaluations of earlier weights, which a resumed run has not.
+
+        Args:
+            step: number of finished steps.
+            is_last: the generators leave.
+        """
+        if (self.awaited or is_last) and not self.have_left:
+            self.send_weights(replace(self.last_news(step), is_last=is_last))
+            self.receive()
+
+    def save(self, num_steps: int) -> None:
+        """Write a checkpoint. Collective."""
+        if self.mesh.agree_to_stop():
+            return  # `stop` follows, and lets the generators leave with the same meeting.
+        self.fetch(num_steps)
+        if not self.run.has_reached_goal:  # A run that resumed here would not know.
+            super().save(num_steps)
+
+    def stop(self, num_steps: int) -> None:
+        """End the run with a checkpoint, because a signal has asked for it. Collective."""
+        if self.run.saver.step != num_steps:
+            self.fetch(num_steps, is_last=True)
+        super().stop(num_steps)
+
     def dismiss(self) -> None:
         """Let the generators leave, if they have not."""
         if not self.have_left:
-            self.send_weights(News(step=self.num_steps, version=-1, is_last=True))
+            self.send_weights(replace(self.last_news(self.num_steps), delivers=False))
         self.refit.wait()
         self.say_who_waited()
 
@@ -228,17 +265,23 @@ class Trainers(Trainer):
 
     def warm_start(self) -> bool:
         """Imitate answers first, while the generators evaluate the weights from before."""
-        before = replace(self.news_of(-1), evaluates=True, name="before_sft", draws=False)
-        self.send_weights(before)
+        before = replace(self.news_of(-1), evaluates=True, name="before_sft")
+        self.send_weights(replace(before, draws=False, delivers=False))
         return super().warm_start()
 
     def evaluate_result(self) -> bool:
         """Have the final weights evaluated; return False if a signal interrupts it."""
-        final = replace(self.news_of(self.num_steps), evaluates=True, name="after_rl", is_last=True)
-        self.send_weights(final)
-        self.progress.evaluations.pop("after_rl", None)
+        news = self.last_news(self.num_finished)
+        self.send_weights(replace(news, evaluates=True, name="after_rl"))
         self.receive()
         return "after_rl" in self.progress.evaluations
+
+    def report(
+        self, step: int, trajectories: list[Trajectory], minibatches: Minibatches, metrics: Metrics
+    ) -> None:
+        """Log a step that is finished. Collective."""
+        super().report(step, trajectories, minibatches, metrics)
+        self.num_finished = step + 1
 
     def describe_generation(self) -> Metrics:
         """Return what the generators have said of themselves since the last call."""
@@ -285,64 +328,59 @@ class LockstepTrainers(Trainers):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        self.folder = self.run.output / DRAWN
         self.drawn: StepRollout | None = None  # The batch of the next step, if it is here.
         if self.run.resumed_from:
-            self.drawn = self.load_drawn(self.run.first_step)
+            self.drawn = self.load_drawn(self.run.resumed_from)
 
     def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of a step's episodes, which may be here already. Collective."""
         if self.is_first_news and self.drawn:
             # The generators go on with the step after this one.
-            news = replace(self.news_of(step), draws=False, tickets=(self.drawn.next_ticket, []))
-            self.send_weights(news)
+            news = replace(self.news_of(step), draws=False, delivers=False)
+            self.send_weights(replace(news, tickets=(self.drawn.next_ticket, [])))
         if self.drawn is None:
             return super().collect(step)
-        drawn, self.drawn = self.drawn, None
+        drawn = self.drawn
+        self.drawn = None
         return self.begin(step, drawn)
 
-    def save(self, num_steps: int) -> None:
-        """Write a checkpoint, with the batch of the next step. Collective."""
-        self.fetch(num_steps)
-        super().save(num_steps)
+    def fetch(self, step: int, *, is_last: bool = False) -> None:
+        """Receive the batch of the next step, too, for the checkpoint. Collective."""
+        if self.drawn or step >= self.num_steps:
+            super().fetch(step, is_last=is_last)
+        else:
+            news = self.news_of(step)
+            if is_last:  # A resumed run evaluates these weights.
+                news = replace(news, evaluates=False, is_last=True)
+            self.rows.clear()
+            self.send_weights(news)
+            self.drawn = self.receive()
+        files = self.files_of(self.drawn) if self.drawn else {}
+        self.run.saver.more_files = files
 
-    def stop(self, num_steps: int) -> None:
-        """End the run with a checkpoint, with the batch of the next step. Collective."""
-        if self.run.saver.step != num_steps:
-            self.fetch(num_steps)
-        super().stop(num_steps)
+    def files_of(self, drawn: StepRollout) -> dict[str, bytes]:
+        """Return a checkpoint's files with a batch, this rank's part, by name."""
+        counts = asdict(replace(drawn, trajectories=[]))
+        others = {"counts": counts, "rows": self.rows, "numbers": self.numbers}
+        name = f"{DRAWN}-{self.mesh.rank}.json"
+        lines = "".join(records.to_lines(drawn.trajectories))
+        return {name: json.dumps(others).encode(), f"{name}l": lines.encode()}
 
-    def fetch(self, step: int) -> None:
-        """Receive the batch of the next step, and write it for a checkpoint. Collective."""
-        if step >= self.num_steps or self.drawn:
-            return
-        self.rows.clear()
-        self.send_weights(self.news_of(step))
-        self.drawn = self.receive()
-        assert self.drawn
-        with self.timer.phase("checkpoint"):
-            records.write_step(self.drawn.trajectories, self.folder, step, self.mesh)
-            if self.mesh.rank == 0:
-                needed = [*finding.finished(self.run.output), step]
-                for part in index.parts(self.folder):
-                    if part.step < min(needed):
-                        index.remove(part)
-                numbers = asdict(replace(self.drawn, trajectories=[])) | {"rows": self.rows}
-                write_whole(self._numbers_of(step), json.dumps(numbers))
-            self.mesh.barrier()
-
-    def load_drawn(self, step: int) -> StepRollout | None:
-        """Return the batch that was drawn for a step when it was saved; None: there is none."""
-        path = self._numbers_of(step)
-        if not path.exists():
+    def load_drawn(self, checkpoint: Path) -> StepRollout | None:
+        """Return the batch in a checkpoint; None: a run of another kind has written it."""
+        trajectories: list[Trajectory] = []
+        counts = None
+        for path in sorted(checkpoint.glob(f"{DRAWN}-*.json")):
+            others = parse_json(read_text(path, "resume:"))
+            counts = others["counts"]
+            self.numbers = others["numbers"]
+            self.rows |= {int(ticket): row for ticket, row in others["rows"].items()}
+            trajectories += records.read_file(path.with_suffix(".jsonl"))
+        if counts is None:
             return None
-        numbers = parse_json(read_text(path, f"{path}:"))
-        self.rows = {int(ticket): row for ticket, row in numbers.pop("rows").items()}
-        numbers["trajectories"] = records.load_step(self.folder, step, self.mesh)
-        return StepRollout(**numbers)
-
-    def _numbers_of(self, step: int) -> Path:
-        return self.folder / f"step-{step}.json"
+        mesh = self.mesh
+        here = [t for t in trajectories if t.group % mesh.world_size == mesh.rank]
+        return StepRollout(**counts | {"trajectories": in_order(here)})
 
 
 class StreamTrainers(Trainers):
@@ -351,6 +389,11 @@ class StreamTrainers(Trainers):
     def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of the first groups of a step. Collective."""
         self.trajectories = super().collect(step) or []
+        if self.run.has_reached_goal:  # Nothing trains on the other parts.
+            while not self.is_last_part:
+                rollout = self.receive()
+                assert rollout
+                self.is_last_part = rollout.is_last
         return self.trajectories
 
     def begin(self, step: int, rollout: StepRollout | None) -> list[Trajectory]:
@@ -399,7 +442,7 @@ class Generators(BaseTrainer):
         self.num_steps = self.inputs.num_steps
         self.announce(self.inputs.model_configs())
         assert self.engine_config
-        self.meetings = Meetings(mesh)
+        self.meetings = Meetings(mesh, 60 * cfg.timeout_minutes)
         self.generation = Generation(
             cfg,
             self.inputs,
@@ -422,46 +465,56 @@ class Generators(BaseTrainer):
         if news.name == "before_sft":
             self.evaluate(news)
             news = self.receive_weights()
-        overlap: dict[str, Callable[[News], News]] = {
+        # By now the trainers have opened the folder.
+        self.mesh.watch.record_end = functools.partial(results.record_end, Path(self.cfg.output))
+        overlap: dict[str, Callable[[News], None]] = {
             "lockstep": self.keep_in_step,
             "stream": self.stream,
             "inflight": self.keep_going,
         }
-        news = overlap[self.cfg.rollout.overlap](news)
-        if news.evaluates:
-            self.evaluate(news)
-            self.deliver(None)
+        overlap[self.cfg.rollout.overlap](news)
         self.generation.close()
 
-    def keep_in_step(self, news: News) -> News:
-        """Draw each batch with the weights of the step before. Return the last news."""
-        batch = self.draw(news) if news.draws and not news.is_last else None
+    def leave(self, news: News, batch: StepRollout | None = None) -> None:
+        """Do what the last news asks for."""
+        self.evaluate(news)
+        if news.delivers:
+            self.deliver(batch)
+
+    def keep_in_step(self, news: News) -> None:
+        """Draw each batch with the weights of the step before."""
+        batch = self.draw(news) if news.draws else None
         while not news.is_last:
-            if batch:
-                self.deliver(batch)
+            if news.delivers:
+                self.deliver(batch, ends_step=news.draws)
             self.evaluate(news)
             batch = self.draw(news) if news.step + 1 < self.num_steps else None
             news = self.receive_weights()
-        return news
+        self.leave(news, batch)
 
-    def keep_going(self, news: News) -> News:
-        """Draw what the next steps need, and take weights when they come. Return the last news."""
+    def keep_going(self, news: News) -> None:
+        """Draw what the next steps need, and take weights when they come."""
         step_size = self.cfg.rollout.prompts_per_step
         while not news.is_last:
             num_later = self.num_steps - 1 - news.step
             self.sampler.ahead = step_size * min(self.cfg.rollout.max_staleness, num_later)
-            self.deliver(self.draw(news))
+            batch = self.draw(news) if news.draws else None
+            self.deliver(batch, ends_step=news.draws)
             self.evaluate(news)
             with self.timer.phase("rollout"):
                 self.next_ticket = self.sampler.run_on(
                     self.next_ticket, self.sampling, self.meetings.is_called
                 )
             news = self.receive_weights()
-        return news
+        self.leave(news)
 
-    def stream(self, news: News) -> News:
-        """Send the groups of each step as they finish. Return the last news."""
+    def stream(self, news: News) -> None:
+        """Send the groups of each step as they finish."""
         while not news.is_last:
+            if not news.draws:
+                self.deliver(None, ends_step=False)
+                news = self.receive_weights()
+                continue
             if self.curriculum:
                 self.curriculum.start(self.next_ticket)
             parts = self.sampler.collect_parts(
@@ -476,10 +529,10 @@ class Generators(BaseTrainer):
                     part = next(parts)
                 is_last = part.is_last
                 self.next_ticket = part.next_ticket
-                self.deliver(part)
+                self.deliver(part, ends_step=is_last)
             self.evaluate(news)
             news = self.receive_weights()
-        return news
+        self.leave(news)
 
     # ----------------------------------------------------------------------------------------------
     # the meetings
@@ -535,15 +588,20 @@ class Generators(BaseTrainer):
             self.evaluations.append(Evaluation(news.step, news.name, trajectories, reasons))
         self.sampler.runner.troubles.clear()
 
-    def deliver(self, rollout: StepRollout | None) -> None:
-        """Send what has been drawn to the trainers. Collective over both sides."""
+    def deliver(self, rollout: StepRollout | None, *, ends_step: bool = True) -> None:
+        """Send what has been drawn to the trainers. Collective over both sides.
+
+        Args:
+            rollout: a batch, or a part of it; None: there are only evaluations.
+            ends_step: with numbers of all that has been done since the last step's end.
+        """
         with self.timer.phase("idle_generators"):
             self.meetings.enter()
         world = self.mesh.everyone
         num_trainers = world.world_size - self.mesh.world_size
         numbers: Metrics = {}
         seconds: dict[str, float] = {}
-        if rollout is None or rollout.is_last:
+        if ends_step:
             numbers, seconds = self.measures()
         messages = []
         for trainer in range(num_trainers):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+BEAT = "minirl/beat"  # /RANK on the store counts as long as the process of that rank runs.
 TICK_SECONDS = 0.25  # A supervisor looks at the limits so often,
 GRACE_SECONDS = 5.0  # and on a loaded machine so much later.
 
@@ -32,6 +33,7 @@ class Oversight:
 
     Attributes:
         clock: seconds that this process has run, without those in which it was stopped.
+        beats: other ranks look whether this process runs.
         requested: a signal to this rank or to another asks to save and leave.
         can_save: the program will look at `requested`. Before that, a signal ends it at once.
         phase: returns the name of what the main thread does.
@@ -48,6 +50,7 @@ class Oversight:
         # When faulthandler ends this process, by time.monotonic(); infinity: never. Minus infinity:
         # no limit may change it.
         self.armed_until = -math.inf
+        self.beats = False
         self.requested = False
         self.can_save = False
         self.phase: Callable[[], str] = lambda: "start"

@@ -50,7 +50,7 @@ def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
 
 def sizes_of_rank(checkpoint: Path, rank: int) -> dict[str, int]:
     """Return the sizes in bytes of the files that a rank has written, by paths in the folder."""
-    patterns = [f"state/__{rank}_*.distcp", f"random-{rank}.json"]
+    patterns = [f"state/__{rank}_*.distcp", f"*-{rank}.json*"]
     if rank == 0:
         patterns += NEEDED
     sizes = {}

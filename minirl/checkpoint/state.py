@@ -60,6 +60,8 @@ class Saver(contextlib.AbstractContextManager):
             afterwards.
         step: the step of the newest checkpoint, finished or under way.
         best: what best.json says; None: nothing.
+        more_files: what else this rank writes into a checkpoint, by names that end in `-RANK.json`
+            or `-RANK.jsonl`.
         pending: the write in the background.
     """
 
@@ -78,6 +80,7 @@ class Saver(contextlib.AbstractContextManager):
         except ValueError as error:
             if self.mesh.rank == 0:
                 say(f"{error}: no checkpoint counts as the best until the next is scored")
+        self.more_files: dict[str, bytes] = {}
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
@@ -140,11 +143,12 @@ class Saver(contextlib.AbstractContextManager):
     def _copy_rest(self, partial: Path) -> Callable[[], None]:
         """Return what writes, later, this rank's random state and files of the model as now."""
         rank = self.mesh.rank
-        states = json.dumps(random_states()).encode()
+        files = {f"random-{rank}.json": json.dumps(random_states()).encode(), **self.more_files}
         plan, read = copy_model(self.policy) if self.cfg.save_hf else (None, None)
 
         def write_rest() -> None:
-            write_synced(partial / f"random-{rank}.json", states)
+            for name, content in files.items():
+                write_synced(partial / name, content)
             # Resuming does not need this folder, so its files are not in the list of sizes: it may
             # be moved away.
             if plan and read:

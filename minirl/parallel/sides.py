@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
+from minirl.base.oversight import BEAT
 from minirl.parallel.mesh import Mesh, World
 
 Side = Literal["trainers", "generators"]
@@ -54,24 +55,36 @@ def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> No
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     c10d._update_default_pg(group)
+    world.watch.beats = True
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
 
 
 class Meetings:
     """The meetings of the two sides, seen from one rank.
 
-    A rank enters a meeting before a collective of both sides, and waits without a time limit until
-    the other side stands there, too: how long a rollout or a step takes is limited elsewhere.
+    A rank enters a meeting before a collective of both sides, and waits until the other side stands
+    there, too. That may take long, and how long a rollout or a step takes is limited elsewhere. But
+    the processes of the other side must run.
+
+    Args:
+        mesh: this side's.
+        seconds: how long a process of the other side may be stopped, or out of reach.
 
     Attributes:
         idle_seconds: how long this rank has waited for the other side, since `take_idle`.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, seconds: float):
+        self.seconds = seconds
         self.world = mesh.everyone
         self.side = mesh.side
         self.other: Side = "generators" if mesh.side == "trainers" else "trainers"
         self.speaks = mesh.rank == 0
+        num_here = mesh.world_size
+        num_all = self.world.world_size
+        on_side = range(num_here, num_all) if mesh.side == "trainers" else range(num_all - num_here)
+        # For each rank of the other side: its last beat, and when this rank has first seen that.
+        self.beats = dict.fromkeys(on_side, (-1, 0.0))
         self.number = 0
         self.idle_seconds = 0.0
 
@@ -80,7 +93,11 @@ class Meetings:
         return self.world.store.check([self._key(self.other)])
 
     def enter(self) -> None:
-        """Wait until the other side stands at the next meeting."""
+        """Wait until the other side stands at the next meeting.
+
+        Raises:
+            dist.DistStoreError: a process of the other side does not run any more.
+        """
         if self.speaks:
             self.world.store.set(self._key(self.side), "")
         began = time.perf_counter()
@@ -89,8 +106,9 @@ class Meetings:
             try:
                 self.world.store.wait([self._key(self.other)], LOOK)
                 is_there = True
-            except dist.DistStoreError:
-                pass  # It takes longer than `LOOK`.
+            except dist.DistStoreError:  # It takes longer than `LOOK`.
+                if self.speaks:
+                    self._look_for_beats()
         self.idle_seconds += time.perf_counter() - began
         self.number += 1
 
@@ -99,6 +117,19 @@ class Meetings:
         seconds = self.idle_seconds
         self.idle_seconds = 0.0
         return seconds
+
+    def _look_for_beats(self) -> None:
+        """Raise DistStoreError if a rank of the other side has been silent for too long."""
+        now = self.world.watch.clock
+        for rank, (before, seen) in self.beats.items():
+            beat = self.world.store.add(f"{BEAT}/{rank}", 0)
+            if beat != before:
+                self.beats[rank] = beat, now
+            elif now - seen > self.seconds:
+                raise dist.DistStoreError(
+                    f"timed out after {self.seconds:g} s without a sign of life from rank {rank}, "
+                    f"one of the {self.other}"
+                )
 
     def _key(self, side: str) -> str:
         return f"minirl/meeting/{self.number}/{side}"

@@ -49,13 +49,19 @@ def write_step(
     folder.mkdir(parents=True, exist_ok=True)
     part = index.part_of(folder, step, mesh.rank)
     part.table.unlink(missing_ok=True)  # another run may have left it
-    lines = [json.dumps(to_record(t), default=np.ndarray.tolist) for t in trajectories]
-    write_whole(part.lines, "".join(f"{line}\n" for line in lines))
+    lines = to_lines(trajectories)
+    write_whole(part.lines, "".join(lines))
     if mesh.rank == 0:
         for other in index.parts(folder):
             if other.step == step and other.rank >= mesh.world_size:
                 index.remove(other)
-    return list(index.places(map(len, lines)))  # JSON is ASCII: a byte a character
+    # JSON is ASCII: a byte a character.
+    return list(index.places(len(line) - 1 for line in lines))
+
+
+def to_lines(trajectories: list[Trajectory]) -> list[str]:
+    """Return the lines of a file of trajectories, each with its line feed."""
+    return [f"{json.dumps(to_record(t), default=np.ndarray.tolist)}\n" for t in trajectories]
 
 
 def drop_steps(folder: Path, first: int) -> None:

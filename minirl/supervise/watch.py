@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE, write_error_file
 from minirl.base.log import printable, restore_streams, say
-from minirl.base.oversight import TICK_SECONDS, Limit, Oversight
+from minirl.base.oversight import BEAT, TICK_SECONDS, Limit, Oversight
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -300,6 +300,8 @@ class Watch(Oversight):
                 looked = time.monotonic()
                 try:
                     self._leave_if_over(self._store)
+                    if self.beats:
+                        self._store.add(f"{BEAT}/{self.rank}", 1)
                     if self._read(self._store, STOP) is not None:
                         self.requested = True
                 except dist.DistError:  # The main thread will notice, and knows more.
