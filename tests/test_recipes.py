@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
-from minirl import dpo, kto, rl, rm
+from minirl import dpo, kto, rl, rm, split
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
 from minirl.base.oversight import Oversight
@@ -58,7 +58,7 @@ RECIPES = {
     "reinforce_pp": [],
     "reinforce_pp_baseline": [],
     "quickstart_rl": [],
-    "quickstart_split": ["--parallel.generators", 0],  # There is one rank.
+    "quickstart_split": [],
     "ppo": ["--critic.warmup-steps", 0],
     "on_policy_distill": ["--ref.model", "{folder}/teacher/model"],
     "smollm2_products": SCRATCH,
@@ -185,6 +185,10 @@ def train(mesh, cases: list[list[str]]) -> None:
         program.main(parse_flags(config, given), mesh)
 
 
+def train_apart(mesh, given: list[str]) -> None:
+    split.main(parse_flags(RLConfig, given), mesh)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder with a folder of each run."""
@@ -192,6 +196,7 @@ def runs(tmp_path_factory) -> Path:
     (folder / "reward.py").write_text(EARNED)
     (folder / "talk.py").write_text(TALKS)
     taught = ("on_policy_distill", "lora")  # recipes that need the teacher
+    split_recipe = "quickstart_split"  # needs two ranks
     judged = [
         flags(
             folder,
@@ -214,7 +219,7 @@ def runs(tmp_path_factory) -> Path:
     judged += [
         flags(folder, name, *more, config=name)
         for name, more in RECIPES.items()
-        if name not in taught
+        if name not in (*taught, split_recipe)
     ]
     judged += [
         flags(folder, "ppo_annotated", *RECIPES["ppo"], "--algo.entropy-share", 1.0, config="ppo")
@@ -246,6 +251,8 @@ def runs(tmp_path_factory) -> Path:
         for future in results.values():
             future.result()
     ranks(2, train, [flags(folder, "judged_2", *JUDGED), flags(folder, "student_2", *TEACH)])
+    given = flags(folder, split_recipe, config=split_recipe)
+    ranks(2, train_apart, given, parallel=ParallelConfig(generators=1))
     return folder
 
 
