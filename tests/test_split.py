@@ -1,0 +1,251 @@
+"""Trainers and generators on ranks of their own: each overlap against what it must equal.
+
+Lockstep is compared with a sequential program that samples one step behind, stream with the
+colocated step, and inflight with the trainer's own log-probs at the version of each token."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from harness import ranks
+from minirl import split
+from minirl.config.parse import parse_flags
+from minirl.config.rl import RLConfig
+from minirl.rl import Trainer
+from minirl.rollout import records
+from minirl.run.trainer import TrainingRun
+from test_program import EARNED_UNTRAINED, read, repeatable
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks with an engine")
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "reward.py").write_text(EARNED_UNTRAINED)
+    rows = [json.dumps({"prompt": f"{a} and {b}"}) for a in "abcdefg" for b in "hijklmn"]
+    (folder / "held_out.jsonl").write_text("\n".join(rows[:5]))
+    (folder / "train.jsonl").write_text("\n".join(rows[5:]))
+    return folder
+
+
+def settings(data: Path, output: Path, **changes: object) -> list[str]:
+    given = {
+        "policy.model": "scratch",
+        "policy.scratch.phrases": '[" and "]',
+        "policy.dtype": "float32",
+        "policy.lr": 1e-3,
+        "data.train": data / "train.jsonl",
+        "data.eval": data / "held_out.jsonl",
+        "data.max_prompt_tokens": 16,
+        "reward.function": f"{data}/reward.py:vowels",
+        "rollout.prompts_per_step": 4,
+        "rollout.samples_per_prompt": 4,
+        "rollout.max_tokens": 8,
+        "engine.kv_cache_gb": 0.02,
+        "eval.every": 2,
+        "num_steps": NUM_STEPS,
+        "output": output,
+    }
+    flags = []
+    for name, value in (given | changes).items():
+        flags.append(f"--{name}")
+        flags += map(str, value) if isinstance(value, tuple) else [str(value)]
+    return flags
+
+
+class Behind(Trainer):
+    """The sequential program that lockstep must equal: it draws a batch one step behind."""
+
+    next_batch = None
+
+    def draw(self, step):
+        with self.generation.awake():
+            if step == 0 or step % self.cfg.eval.every == 0:
+                self.evaluate(self.generation, step, "before_rl" if step == 0 else None)
+            first = step * self.cfg.rollout.prompts_per_step
+            batches = []
+            for number in (step, step + 1)[step > 0 :]:
+                if number < self.num_steps:
+                    batch = self.generation.sampler.collect_step(
+                        first + (number - step) * self.cfg.rollout.prompts_per_step,
+                        self.generation.sampling,
+                        version=self.policy.num_updates,
+                    )
+                    batches.append(batch)
+        return batches
+
+    def collect(self, step):
+        batches = [*([self.next_batch] if self.next_batch else []), *self.draw(step)]
+        self.next_batch = batches[1] if len(batches) > 1 else None
+        return self.take(step, batches[0])
+
+
+def colocated_main(cfg, mesh):
+    Trainer.main(cfg, mesh)
+
+
+def behind_main(cfg, mesh):
+    Behind.main(cfg, mesh)
+
+
+def whole(t):
+    t = t.detach()
+    return (t.full_tensor() if isinstance(t, DTensor) else t).numpy().copy()
+
+
+def program(mesh, main, flags):
+    """Run it, and return the weights at its end, whole, on ranks that train."""
+    weights = {}
+    finish = TrainingRun.finish
+
+    def keep(run, *args):
+        for name, t in run.policy.shards().items():
+            weights[name] = whole(t)
+        finish(run, *args)
+
+    with mock.patch.object(TrainingRun, "finish", keep):
+        main(parse_flags(RLConfig, flags), mesh)
+    return weights
+
+
+class Done(NamedTuple):
+    folder: Path
+    weights: dict[str, np.ndarray]
+
+
+def train(main, world: int, flags: list[str], generators: int = 0) -> Done:
+    """Run a program on so many ranks."""
+    flags = [*flags, "--parallel.generators", str(generators)]
+    cfg = parse_flags(RLConfig, flags)
+    by_rank = ranks(world, program, main, flags, parallel=cfg.parallel, timeout=300)
+    return Done(Path(cfg.output), by_rank[0])
+
+
+def difference(a: Done, b: Done) -> float:
+    """The largest difference of two models' weights."""
+    assert a.weights.keys() == b.weights.keys()
+    return max(np.abs(w - b.weights[name]).max() for name, w in a.weights.items())
+
+
+def rows_of(run: Done, *, without: tuple[str, ...] = ()) -> list[dict]:
+    """The rows of a run's metrics that do not say where or when."""
+    rows = repeatable(read(run.folder / "metrics.jsonl"))
+    left_out = ("refit_bytes", "kv_cache_tokens", "rollout/steps", "rollout/waiting", *without)
+    rows = [{name: x for name, x in row.items() if name not in left_out} for row in rows]
+    return sorted(rows, key=lambda row: (row["phase"], row["step"]))
+
+
+# --------------------------------------------------------------------------------------------------
+# lockstep
+
+
+def test_lockstep_is_a_sequential_program_that_samples_one_step_behind(data, tmp_path):
+    expected = train(behind_main, 1, settings(data, tmp_path / "behind"))
+    run = train(split.main, 2, settings(data, tmp_path / "split"), generators=1)
+    assert difference(run, expected) == 0.0
+    assert rows_of(run) == rows_of(expected)
+    staleness = [
+        row["staleness"] for row in read(run.folder / "metrics.jsonl") if row["phase"] == "rl"
+    ]
+    assert staleness == [0] + [1] * (NUM_STEPS - 1)
+
+
+# Updates that grow with the gradient, so that its last digits stay last digits. (Adam's are about
+# as large for any gradient.) Log-probs of the engine, in float32, are left out of the loss.
+EXACT = {
+    "policy.dtype": "float64",
+    "policy.adam_eps": 1.0,
+    "policy.lr": 1.0,
+    "algo.correction.preset": "off",
+}
+
+
+@pytest.fixture(scope="module")
+def exactly_behind(data, tmp_path_factory) -> Done:
+    folder = tmp_path_factory.mktemp("exact")
+    return train(behind_main, 1, settings(data, folder / "behind", **EXACT))
+
+
+@pytest.mark.parametrize(("trainers", "generators", "tensor"), [(2, 1, 1), (2, 2, 2)])
+def test_lockstep_on_more_ranks(data, exactly_behind, tmp_path, trainers, generators, tensor):
+    sizes = EXACT | {"engine.tensor_parallel_size": tensor}
+    flags = settings(data, tmp_path / "split", **sizes)
+    run = train(split.main, trainers + generators, flags, generators)
+    assert difference(run, exactly_behind) < 1e-12
+
+
+# --------------------------------------------------------------------------------------------------
+# stream
+
+METHODS = {
+    "grpo": {},
+    "rloo": {"algo.advantage": "rloo", "algo.aggregation": "sequence"},
+    "dr_grpo": {"algo.advantage": "dr_grpo", "algo.aggregation": "fixed"},
+    "dapo": {
+        "algo.clip_high": 0.28,
+        "rollout.extra_prompts": 8,
+        "rollout.keep_inside": (0.05, 0.12),
+        "reward.overlong_tokens": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stream_has_the_gradients_of_the_colocated_step(data, tmp_path, method):
+    changes = EXACT | METHODS[method] | {"num_steps": 2, "tokens_per_rank": 64, "eval.every": 0}
+    changes |= {"rollout.prompts_per_step": 9}
+    expected = train(colocated_main, 1, settings(data, tmp_path / "colocated", **changes))
+    changes |= {"rollout.overlap": "stream"}
+    run = train(split.main, 3, settings(data, tmp_path / "split", **changes), generators=1)
+    assert difference(run, expected) < 1e-12
+    for row, other in zip(rows_of(run), rows_of(expected), strict=True):
+        for name in ("reward", "loss", "grad_norm", "extra_prompts", "rollout/discarded_tokens"):
+            assert row.get(name) == pytest.approx(other.get(name), rel=1e-9, abs=1e-12), name
+
+
+# --------------------------------------------------------------------------------------------------
+# inflight
+
+
+@pytest.mark.parametrize("tickets", ["pull", "round_robin"])
+def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets):
+    bound = 2
+    changes = {
+        "rollout.overlap": "inflight",
+        "rollout.max_staleness": bound,
+        "rollout.dump": True,
+        "rollout.max_tokens": 40,
+        "rollout.tickets": tickets,
+        "rollout.prompts_per_step": 2,
+        "num_steps": 10,
+    }
+    run = train(split.main, 3, settings(data, tmp_path / "run", **changes), generators=2)
+    rows = [row for row in read(run.folder / "metrics.jsonl") if row["phase"] == "rl"]
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 0
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert not summary["discarded_tokens"]
+    tickets_trained: Counter[int] = Counter()
+    within: set[int] = set()  # Numbers of versions within an answer.
+    for step in range(10):
+        trajectories = []
+        for file in (run.folder / "rollouts").glob(f"step-{step}-rank-*.jsonl"):
+            trajectories += records.read_file(file)
+        assert len(trajectories) == 2 * 4
+        tickets_trained.update({t.group for t in trajectories})
+        for t in trajectories:
+            versions = t.versions[t.sampled]
+            assert (np.diff(versions) >= 0).all()
+            assert step - bound <= versions.min() and versions.max() <= step
+            within.add(len(set(versions.tolist())))
+    assert set(tickets_trained.values()) == {1} and set(tickets_trained) == set(range(20))
+    assert max(within) > 1, "no weights have changed under an answer"
