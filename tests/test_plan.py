@@ -701,6 +701,7 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
         (["--gpus", "3", "--engine.tensor-parallel-size", "2"], "does not divide --gpus 3"),
         (["--parallel.generators", "8"], "parallel.generators = 8: of --gpus 8 some must train"),
+        (["--rollout.overlap", "inflight"], "overlap = 'inflight', parallel.generators = 0: it is"),
         (["--parallel.generators", "2", "--parallel.tensor", "4"], "does not divide the 6 ranks"),
         (
             ["--parallel.generators", "2", "--engine.tensor-parallel-size", "4"],

@@ -239,9 +239,18 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
             ),
         }
     _refuse(cfg, rules)
-    _refuse(cfg, _rules_of_sides(cfg))
+    validate_sides(cfg)
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
+
+
+def validate_sides(cfg: RLConfig) -> None:
+    """Refuse what cannot work where some ranks generate and the others train.
+
+    Raises:
+        UserError: for the first rule that is broken.
+    """
+    _refuse(cfg, _rules_of_sides(cfg))
 
 
 def _rules_of_sides(cfg: RLConfig) -> Rules:

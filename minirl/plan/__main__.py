@@ -128,11 +128,11 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"]]:
             configs[role] = read_config(model, setting)
     models = read_models(cfg, configs)
     gpus_per_node = min(flags.gpus_per_node, flags.gpus)
+    generators = f"parallel.generators = {cfg.parallel.generators}:"
+    is_rl = isinstance(cfg, RLConfig)
+    require(is_rl or not cfg.parallel.generators, f"{generators} only minirl.rl generates")
     num_ranks = flags.gpus - cfg.parallel.generators
-    require(
-        num_ranks >= 1,
-        f"parallel.generators = {cfg.parallel.generators}: of --gpus {flags.gpus} some must train",
-    )
+    require(num_ranks >= 1, f"{generators} of --gpus {flags.gpus} some must train")
     workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, flags.answer_tokens)
     check(workload)
     return make_plan(workload, card, gpus_per_node), advise(workload, card, gpus_per_node)
@@ -166,6 +166,7 @@ def check(workload: Workload) -> None:
     validate.validate_parallel(cfg.parallel, workload.world_size)
     validate.validate_model(cfg.policy, "policy", cfg.parallel.tensor)
     if isinstance(cfg, RLConfig):
+        validate.validate_sides(cfg)
         validate.validate_model(cfg.critic, "critic", cfg.parallel.tensor)
         bases = []
         for role in (cfg.policy, cfg.critic):

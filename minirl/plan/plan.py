@@ -140,11 +140,9 @@ class Workload:
             algo = cfg.algo
             samples = cfg.rollout.samples_per_prompt
             self.num_sequences = cfg.rollout.prompts_per_step * samples
-            more_prompts = cfg.rollout.extra_prompts + cfg.rollout.ahead
-            if cfg.parallel.generators and cfg.rollout.overlap == "inflight":
-                self.never_waits = True
-                self.recomputes = cfg.rollout.kv == "recompute"
-                more_prompts += cfg.rollout.prompts_per_step * cfg.rollout.max_staleness
+            self.never_waits = cfg.rollout.overlap == "inflight"
+            self.recomputes = self.never_waits and cfg.rollout.kv == "recompute"
+            more_prompts = cfg.rollout.extra_prompts + cfg.rollout.num_ahead
             self.num_in_flight = self.num_sequences + more_prompts * samples
             prompt = prompt or cfg.data.max_prompt_tokens
             answer = answer or cfg.env.max_tokens
