@@ -16,14 +16,15 @@ import reasoning_gym
 import torch
 import yaml
 
-from harness import two_at_once
+from harness import ranks, two_at_once
 from minirl.base.errors import UserError
+from minirl.config.policy import ParallelConfig
 from minirl.config.shared import RewardConfig
 from minirl.envs import Env, Result, State, tools
 from minirl.envs.registry import make_env
 from minirl.rewards.loading import make_rewards
 from programs import ROOT
-from test_recipes import ENVIRONMENTS, rows, train
+from test_recipes import ENVIRONMENTS, rows, train, train_apart
 
 
 def begin(env, row):
@@ -329,6 +330,9 @@ def test_tools_refuse_what_they_cannot_be(tmp_path):
 # their configs
 
 
+SPLIT = "qwen3_4b_split_8gpu"  # Needs two ranks.
+
+
 def flags(folder: Path, name: str) -> list[str]:
     """The config with few of its rows (the user's where it names a file), small batches and a tiny
     model of one vocabulary, so that all share an engine."""
@@ -392,8 +396,8 @@ def flags(folder: Path, name: str) -> list[str]:
         ]
     if "lora" in name:  # whose rank and blocks are too large for the tiny model
         given += ["--policy.lora.rank", 4, "--policy.lora.quantization", "none"]
-    if "split" in name:  # There is one rank.
-        given += ["--parallel.generators", 0, "--rollout.overlap", "lockstep"]
+    if name == SPLIT:
+        given += ["--parallel.generators", 1]
     if name == "search":
         given += ["--env.name", f"tools:search,calculate?corpus={corpus(folder)}"]
     return [str(flag) for flag in given]
@@ -410,14 +414,16 @@ def runs(tmp_path_factory) -> Path:
         )
     )
     (folder / "games.jsonl").write_text("\n".join(json.dumps(row) for row, _ in demonstrated(200)))
+    together = [name for name in ENVIRONMENTS if name != SPLIT]
     with two_at_once(
         {
             name: (1, train, [flags(folder, name) for name in half])
-            for name, half in (("first", ENVIRONMENTS[:4]), ("second", ENVIRONMENTS[4:]))
+            for name, half in (("first", together[:4]), ("second", together[4:]))
         }
     ) as results:
         for future in results.values():
             future.result()
+    ranks(2, train_apart, flags(folder, SPLIT), parallel=ParallelConfig(generators=1))
     return folder
 
 
