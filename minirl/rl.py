@@ -211,6 +211,8 @@ class Trainer(BaseTrainer):
         if rollout.is_last:
             num_extra = rollout.next_ticket - (step + 1) * self.cfg.rollout.prompts_per_step
             self.num_extra_prompts = num_extra - self.progress.extra_tickets
+            num_begun = len(self.progress.unfinished_tickets)
+            self.num_extra_prompts += num_begun - len(rollout.unfinished)
             self.progress.extra_tickets = num_extra
             self.progress.unfinished_tickets = rollout.unfinished
             self.progress.unfinished_tokens = rollout.unfinished_tokens

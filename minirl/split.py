@@ -418,6 +418,8 @@ class StreamTrainers(Trainers):
             rollout = self.receive()
             assert rollout
             more = self.take(step, rollout)
+            if self.dump:
+                self.dump.append(more)
             self.is_last_part = rollout.is_last
             self.trajectories += more
             (minibatch,) = self.to_minibatches(more)

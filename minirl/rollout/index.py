@@ -129,9 +129,13 @@ def read_values(part: Part, row: np.ndarray) -> np.ndarray:
     return np.array(values[start : start + int(row["num_tokens"])])
 
 
-def places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield first byte and number of bytes of each line of a file, without their line feeds."""
-    start = 0
+def places(sizes: Iterable[int], start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield first byte and number of bytes of each line of a file, without their line feeds.
+
+    Args:
+        sizes: bytes of each line.
+        start: where the first one begins.
+    """
     for size in sizes:
         yield start, size
         start += size + 1

@@ -36,27 +36,44 @@ from minirl.types.packed import ImageSpan, Trajectory
 
 
 def write_step(
-    trajectories: list[Trajectory], folder: Path, step: int, mesh: World
+    trajectories: list[Trajectory],
+    folder: Path,
+    step: int,
+    mesh: World,
+    *,
+    appends: bool = False,
 ) -> list[tuple[int, int]]:
     """Write this rank's file of a step; make the folder if it is missing.
 
     A run with more ranks may have left files of the same step, which are removed: they hold the
     same groups.
 
+    Args:
+        trajectories: what to write.
+        folder: of all steps.
+        step: the step.
+        mesh: the ranks that write.
+        appends: they come behind those that this rank has written of the step.
+
     Returns:
         For each trajectory, where its line begins in the file, and the line's bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = index.part_of(folder, step, mesh.rank)
-    part.table.unlink(missing_ok=True)  # another run may have left it
     lines = to_lines(trajectories)
+    sizes = [len(line) - 1 for line in lines]  # JSON is ASCII: a byte a character.
+    if appends:
+        start = part.lines.stat().st_size
+        with part.lines.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+        return list(index.places(sizes, start))
+    part.table.unlink(missing_ok=True)  # another run may have left it
     write_whole(part.lines, "".join(lines))
     if mesh.rank == 0:
         for other in index.parts(folder):
             if other.step == step and other.rank >= mesh.world_size:
                 index.remove(other)
-    # JSON is ASCII: a byte a character.
-    return list(index.places(len(line) - 1 for line in lines))
+    return list(index.places(sizes))
 
 
 def to_lines(trajectories: list[Trajectory]) -> list[str]:

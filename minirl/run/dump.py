@@ -24,6 +24,8 @@ from minirl.types.packed import Packed, Trajectory
 class Dump:
     """Writes the trajectories of a run, step by step; `begin`, `add` and `finish` make a step.
 
+    Where a step comes in parts, each part after the first is appended.
+
     Args:
         output: the run's folder.
         policy: the model that is trained; its timer gets the seconds as phase `dump`.
@@ -43,11 +45,20 @@ class Dump:
     def begin(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write what this rank has sampled."""
         self.step = step
-        self.trajectories = trajectories
-        with self.timer.phase("dump"):
-            self.places = records.write_step(trajectories, self.folder, step, self.mesh)
+        self.trajectories = []
+        self.places = []
+        self.append(trajectories)
         if self.mesh.rank == 0 and not (self.folder / index.TOKENIZER).exists():
             self.tokenizer.backend_tokenizer.save(str(self.folder / index.TOKENIZER))
+
+    def append(self, trajectories: list[Trajectory]) -> None:
+        """Write more of what this rank has sampled in the step that has begun."""
+        appends = bool(self.places)
+        with self.timer.phase("dump"):
+            self.places += records.write_step(
+                trajectories, self.folder, self.step, self.mesh, appends=appends
+            )
+        self.trajectories += trajectories
 
     def add(self, micro_batches: list[list[Trajectory]], minibatch: Minibatch) -> None:
         """Remember micro-batches and the trajectories that were packed into them."""

@@ -135,7 +135,14 @@ class Inputs:
 
             # 3. Models.
             files = find_model(cfg, mesh)
-            self.folders = find_rl_models(cfg, files)
+            require(
+                not files.vision or cfg.rollout.kv == "recompute",
+                f"rollout.kv = keep: policy.model = {cfg.policy.model} reads images, and of a "
+                "prompt that is read in parts the engine would lack an image when weights change; "
+                "set rollout.kv recompute",
+            )
+            num_trainers = mesh.world_size - cfg.parallel.generators
+            self.folders = find_rl_models(cfg, files, num_trainers)
         check_same_models(cfg, self.folders, mesh)
 
         # 4. Rows, which are read once, and prompts as token ids.
@@ -187,8 +194,13 @@ def limited(
     return watch.limit(60 * cfg.timeout_minutes, lambda: message)
 
 
-def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
+def find_rl_models(cfg: RLConfig, policy: ModelFiles, num_trainers: int) -> dict[str, Path]:
     """Return the folders of all models of an RL run, by role, found and checked.
+
+    Args:
+        cfg: the config of the run.
+        policy: the policy's files.
+        num_trainers: how many ranks train.
 
     Raises:
         UserError: a model is missing or does not work with the policy or the settings.
@@ -212,7 +224,8 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles) -> dict[str, Path]:
     build.check_trained(policy.config, cfg.policy)
     build.check_trained(critic, cfg.critic, score=True)
     check_routers(cfg, policy.config, critic)
-    checks.check_experts(configs, cfg.parallel, ranks_of_node())
+    # Trainers are the first ranks.
+    checks.check_experts(configs, cfg.parallel, min(ranks_of_node(), num_trainers))
     return folders
 
 

@@ -103,9 +103,11 @@ class TrainingRun:
         if policy.adapters:
             num_trained = sum(p.numel() for p in causal.trained(policy.model).values())
             adapters = f" and {num_trained / 1e6:.2f}M in adapters, which are trained"
+        ranks = f"{mesh.everyone.world_size} rank{'s' * (mesh.everyone.world_size > 1)}"
+        if mesh.side == "trainers":
+            ranks += f" ({mesh.everyone.world_size - mesh.world_size} generate)"
         self.log.say(
-            f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)} on {mesh.device.type}, "
-            f"{num_parameters / 1e6:.2f}M "
+            f"{ranks} on {mesh.device.type}, {num_parameters / 1e6:.2f}M "
             f"parameters{adapters}, {description}; writing {self.output}"
         )
         if self.resumed_from:

@@ -68,7 +68,7 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
 
     Raises:
         UserError: there is none of that name, it fails, or the estimator compares answers and there
-            is one to a prompt.
+            is one to a prompt, or answers to several and a step comes in parts.
     """
     correction.resolve(cfg.algo.correction)
     check_loss(cfg.algo)
@@ -85,13 +85,26 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
     )
     estimator = checked(estimator, cfg, watch)
     batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
+    compares_all = estimator.whitened
     if estimator.by_token:
         rewards = token_advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
         estimator(batch, rewards, cfg.algo)
     else:
         in_loss = batch.sequences.loss_tokens > 0
         groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
-        estimator(batch.sequences.rewards[in_loss], groups[in_loss])
+        rewards, groups = batch.sequences.rewards[in_loss], groups[in_loss]
+        estimates = estimator(rewards, groups)
+        if cfg.rollout.overlap == "stream":
+            in_parts = torch.empty_like(estimates)
+            for group in groups.unique():
+                part = rewards[groups == group]
+                in_parts[groups == group] = estimator(part, torch.zeros(len(part)).long())
+            compares_all |= not torch.allclose(estimates, in_parts)
+    require(
+        cfg.rollout.overlap != "stream" or not compares_all,
+        f"rollout.overlap = stream, algo.advantage = {name}: stream sums gradients before the "
+        "step's last answer is there, and the method compares all answers of a step; take lockstep",
+    )
     return estimator
 
 
