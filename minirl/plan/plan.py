@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from minirl.base.errors import require
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
@@ -259,6 +261,15 @@ class Engine:
                 state_size = layer.delta_net.values * layer.delta_net.key_dim
                 of_number = {"float32": 4, "bfloat16": 2, "float16": 2}.get(state, element)
                 self.state_bytes += num * state_size * of_number / self.ranks
+        # Of a mixture: the bytes of all experts, and the share of them that a token passes.
+        self.expert_weights = 0.0
+        self.share_of_token = 0.0
+        for matrix, num in self.model.matrices:
+            self.expert_weights += num * matrix.numel * element / self.ranks * bool(matrix.experts)
+        for layer in self.model.layers:
+            self.share_of_token = max(
+                self.share_of_token, layer.experts_of_token / max(1, layer.experts)
+            )
         self.fills_its_share = False  # vLLM measures what is left for the cache.
         # Tokens that take as much as the states of a sequence.
         self.state_tokens = math.ceil(self.state_bytes / self.kv_bytes)
@@ -312,51 +323,67 @@ class Engine:
         """Return how many bytes are mapped before it works, and unmapped afterwards."""
         return {"none": 0.0, "cache": self.cache}.get(sleep, self.cache + self.weights)
 
+    def slots(self, length: float) -> float:
+        """Return how many sequences of an average length have room at the same time."""
+        room = max(1.0, self.kv_tokens / (length + self.state_tokens))
+        return min(self.cfg.max_num_seqs or MOST_SEQS, room)
+
     def at_once(self) -> float:
         """Return how many sequences it generates at the same time, on average."""
         workload = self.workload
         num = workload.num_in_flight if workload.never_waits else workload.num_sequences
-        length = workload.load.prompt + workload.load.answer / 2
-        room = max(1.0, self.kv_tokens / (length + self.state_tokens))
-        of_engine = num * self.ranks / workload.world_size
-        return min(of_engine, self.cfg.max_num_seqs or MOST_SEQS, room)
+        slots = self.slots(workload.load.prompt + workload.load.answer / 2)
+        return min(num * self.ranks / workload.world_size, slots)
 
-    def prefill_seconds(self, tokens: float) -> float:
-        """Return the seconds of reading so many tokens."""
+    def prefill_seconds(self, tokens: Any) -> Any:
+        """Return the seconds of reading so many tokens, a number or an array."""
         flops = costs.forward_flops(self.model, 1, 1, 0)
         return tokens * self.card.computing(flops / self.ranks)
 
     def recompute_seconds(self) -> float:
         """Return the seconds of reading again what was generated so far, under new weights."""
         load = self.workload.load
-        return self.prefill_seconds(self.at_once() * (load.prompt / load.samples + load.answer / 2))
+        tokens = self.at_once() * (load.prompt / load.samples + load.answer / 2)
+        return float(self.prefill_seconds(tokens))
+
+    def step_seconds(self, running: Any, contexts: Any) -> Any:
+        """Return the seconds of a step, in which each sequence gets a token.
+
+        It reads the weights, of a mixture those of the experts that a token needs, and all cached
+        keys and values once, and reads and writes all states.
+
+        Args:
+            running: sequences, a number or an array.
+            contexts: tokens in their contexts, all together, as `running`.
+        """
+        model = self.model
+        unread = self.expert_weights * (1 - self.share_of_token) ** running
+        cached = contexts * self.kv_bytes + 2 * running * self.state_bytes
+        reading = self.card.moving(self.weights - unread + cached)
+        step = np.maximum(reading, self.prefill_seconds(running))
+        if self.cfg.enforce_eager:
+            step = np.maximum(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
+        # While the device computes a step, the host prepares the next one.
+        step = np.maximum(step, HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * running)
+        if self.ranks > 1:  # A sum after attention and one after the MLP.
+            summed = 2 * running * model.hidden * 2 * (1 - 1 / self.ranks)
+            step = step + 2 * model.num_layers * (SHORTEST_COLLECTIVE + self.card.sending(summed))
+        return step
 
     def seconds(self) -> float:
         """Return the seconds of generating a step's answers.
 
-        Each step of the engine reads the weights and all cached keys and values once, and reads and
-        writes all states. Prompts are read once for all their answers.
+        Prompts are read once for all their answers.
         """
-        model = self.model
         load = self.workload.load
         num_sequences = self.workload.num_sequences * self.ranks / self.workload.world_size
-        length = load.prompt + load.answer / 2
         at_once = self.at_once()
-        of_sequence = length * self.kv_bytes + 2 * self.state_bytes
-        reading = self.card.moving(self.weights + at_once * of_sequence)
-        step = max(reading, self.prefill_seconds(at_once))
-        if self.cfg.enforce_eager:
-            step = max(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
-        # While the device computes a step, the host prepares the next one.
-        step = max(step, HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * at_once)
-        if self.ranks > 1:  # A sum after attention and one after the MLP.
-            summed = 2 * at_once * model.hidden * 2 * (1 - 1 / self.ranks)
-            step += 2 * model.num_layers * (SHORTEST_COLLECTIVE + self.card.sending(summed))
+        step = self.step_seconds(at_once, at_once * (load.prompt + load.answer / 2))
         waves = num_sequences / at_once
         if not self.workload.never_waits:
             waves = max(1.0, waves)
         prompts = num_sequences / load.samples * load.prompt
-        return waves * load.answer * step + self.prefill_seconds(prompts)
+        return float(waves * load.answer * step + self.prefill_seconds(prompts))
 
     def in_refit(self, policy: Training) -> Parts:
         """Return what is on the device while it gets the policy's weights."""
