@@ -35,7 +35,7 @@ from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.validate import resolve_lengths
 from minirl.model import build
 from minirl.plan import __main__ as program
-from minirl.plan import cards, costs
+from minirl.plan import cards, costs, overlap, simulation
 from minirl.plan import plan as plans
 from minirl.plan.__main__ import advise, with_setting
 from minirl.plan.cards import GIB
@@ -667,6 +667,52 @@ def test_a_plan_of_both_kinds_of_ranks(capsys, monkeypatch, config_file):
     assert code == 2 and "2 generators: DOES NOT FIT: " in out
 
 
+def test_generators_are_compared_with_ranks_that_do_both(capsys, monkeypatch, config_file):
+    flags = ["--config", config_file, "--gpus", 4, "--overlap", "--answer-tokens", 300]
+    code, out, err = run(capsys, monkeypatch, *flags)
+    assert (code, err) == (0, "")
+    rows = re.findall(r"^ +(\d)((?: +[\d.]+){5})$", out, re.MULTILINE)
+    assert [int(generators) for generators, _ in rows] == [1, 2]  # Of 4, 3 leave too few to train.
+    best = re.findall(r"^ +([\d.]+) .*  (--\S.*|\(all ranks do both\))$", out, re.MULTILINE)
+    assert len(best) == 1 + 3 + 2 + 3
+    fastest = min(best, key=lambda row: float(row[0]))
+    assert f"\nfastest: {fastest[1]}; the fastest of " in out
+    assert "mean 30" in out and "a step: 128 sequences of 512 + 300 tokens" in out
+    # Nor is a way compared that the method does not go with.
+    code, out, _ = run(capsys, monkeypatch, *flags, "--algo.entropy-share", 0.2)
+    assert (
+        code == 0 and "  no stream: rollout.overlap = 'stream', algo.entropy_share = 0.2: " in out
+    )
+    assert not re.search(r"overlap stream", out)
+
+
+def test_a_simulated_run_has_the_seconds_of_its_plan():
+    workload = workload_of(parallel__generators=2, num_gpus=6)
+    plan = plan_of(workload)
+    job = overlap.job_of(plan, simulation.LogNormal.of_mean(2048, 0.0, 2048), turn_seconds=0.5)
+    training = sum(plan.seconds[phase] for phase in ("forward", "backward"))
+    assert job.train_seconds == training and job.refit_seconds == plan.seconds["refit"]
+    assert (job.num_engines, job.environment_seconds) == (2, 0.5)
+    engine = plan.generators.engine
+    assert job.slots == int(engine.slots(512 + 1024))
+    # Without a tail, and with room for all, a rollout takes what the plan says.
+    assert job.slots >= 256
+    drawn = simulation.Run(dataclasses.replace(job, environment_seconds=0.0))
+    assert drawn.wait(drawn.issue(0)) == pytest.approx(engine.seconds(), rel=0.02)
+
+
+def test_a_lone_token_of_a_mixture_reads_its_own_experts_only():
+    cfg = fits.job("Qwen3-30B-A3B")
+    engine = plan_of(workload_on(cfg, 8, fits.MODELS["Qwen3-30B-A3B"])).engine
+    alone, many = (float(engine.step_seconds(n, 0.0)) for n in (1, 256))
+    card = cards.CARDS["h200"]
+    assert many == pytest.approx(card.moving(engine.weights), rel=0.01)
+    experts = 48 * 3 * 2048 * 768 * 128 * 2
+    assert engine.expert_weights == experts
+    read = engine.weights - experts * 120 / 128
+    assert alone == max(card.moving(read), plans.HOST_SECONDS_PER_STEP + 3.5e-6)
+
+
 def test_what_does_not_fit_ends_with_2_and_what_to_change(capsys, monkeypatch, config_file):
     flags = ["--config", config_file, "--gpus", 1, "--gpu", "h100"]
     code, out, _ = run(capsys, monkeypatch, *flags)
@@ -699,6 +745,8 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
         (["--gpus", "3", "--parallel.tensor", "3"], "divide num_attention_heads = 32"),
         (["--parallel.experts", "2"], "does not divide the 0 experts of the policy"),
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
+        (["--overlap", "--lengths", "/no/such"], "--lengths /no/such has no dumped rollouts"),
+        (["--rollout.overlap", "inflight"], "set parallel.generators"),
         (["--gpus", "3", "--engine.tensor-parallel-size", "2"], "does not divide --gpus 3"),
         (["--parallel.generators", "8"], "parallel.generators = 8: of --gpus 8 some must train"),
         (["--rollout.overlap", "inflight"], "overlap = 'inflight', parallel.generators = 0: it is"),

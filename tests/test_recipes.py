@@ -318,7 +318,7 @@ def test_sized_recipe_fits_by_the_planner(name, tmp_path):
 
     fits.MODELS[model].save_pretrained(tmp_path)
     given = command.replace("configs/", f"{path.parent}/").split()
-    plan, advised = planner.plan_of_flags([*given, "--policy.model", str(tmp_path)])
+    plan, advised, _ = planner.plan_of_flags([*given, "--policy.model", str(tmp_path)])
     assert plan.lacks == ""
     gib = f"{plan.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head

@@ -9,6 +9,7 @@ planner's are settings of the run, as its program takes them.
 import argparse
 import dataclasses
 import itertools
+import math
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.plan.cards import CARDS, GIB, REACHED, Card, find_card
-from minirl.plan.plan import Plan, Workload, make_plan, most, read_models
-from minirl.plan.sizes import HEADS, read_config
+from minirl.plan.plan import Plan, Workload, check, make_plan, most, read_models
+from minirl.plan.sizes import read_config
 
 PROGRAMS: dict[str, type[TrainingConfig]] = {
     "rl": RLConfig,
@@ -58,11 +59,11 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
 def main() -> int:
     """Print the plan. Return the exit code: 0: it fits; 2: it does not, or a mistake."""
     try:
-        plan, advised = plan_of_flags(sys.argv[1:])
+        plan, advised, more = plan_of_flags(sys.argv[1:])
     except UserError as error:
         print(f"minirl: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(page(plan, advised))
+    print(page(plan, advised) + more)
     return BAD_INPUT if plan.lacks else DONE
 
 
@@ -86,18 +87,23 @@ def parser() -> argparse.ArgumentParser:
         ("gpus", 8, "of all nodes (8)"),
         ("gpus-per-node", 8, "(8)"),
         ("prompt-tokens", 0, "of an average prompt (the longest allowed)"),
-        ("answer-tokens", 0, "of an average answer (the longest allowed)"),
+        ("answer-tokens", 0, "of an average answer (the longest allowed; --overlap: a quarter)"),
+        ("answer-sigma", 1.0, "--overlap: standard deviation of the logarithm of lengths (1)"),
+        ("lengths", "", "--overlap: folder of dumped rollouts, with answers of such lengths"),
+        ("turn-seconds", 0.0, "--overlap: of an environment, each of env.max_turns (0)"),
         ("memory-gb", 0.0, "GB of a GPU, if not --gpu's"),
         ("tflops", 0.0, "its bfloat16 TFLOP/s without sparsity, if not --gpu's"),
         ("bandwidth-gb", 0.0, "GB/s of its memory, if not --gpu's"),
         ("host-memory-gb", 0.0, "GB of the host for each GPU, if not --gpu's"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=what)
+    help_text = "simulate which ranks should train and which generate (parallel.generators)"
+    parser.add_argument("--overlap", action="store_true", help=help_text)
     return parser
 
 
-def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"]]:
-    """Return the plan that flags ask for, and settings that do better.
+def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
+    """Return the plan that flags ask for, settings that do better, and the table of --overlap.
 
     Raises:
         UserError: for whatever is wrong with the flags, the config or the models.
@@ -133,9 +139,24 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"]]:
     require(is_rl or not cfg.parallel.generators, f"{generators} only minirl.rl generates")
     num_ranks = flags.gpus - cfg.parallel.generators
     require(num_ranks >= 1, f"{generators} of --gpus {flags.gpus} some must train")
-    workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, flags.answer_tokens)
+    answer = flags.answer_tokens
+    if flags.overlap:
+        from minirl.plan import overlap  # here, because it needs torch, for a second
+
+        require(is_rl, "--overlap: only minirl.rl generates")
+        assert isinstance(cfg, RLConfig)
+        lengths = overlap.find_lengths(
+            flags.lengths, answer, flags.answer_sigma, cfg.env.max_tokens
+        )
+        answer = math.ceil(lengths.mean)
+    workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, answer)
     check(workload)
-    return make_plan(workload, card, gpus_per_node), advise(workload, card, gpus_per_node)
+    plan = make_plan(workload, card, gpus_per_node)
+    more = ""
+    if flags.overlap:
+        tried = (flags.gpus, card, gpus_per_node, lengths, flags.turn_seconds)
+        more = overlap.table(overlap.compare(workload, *tried), lengths, flags.turn_seconds)
+    return plan, advise(workload, card, gpus_per_node), more
 
 
 def guess_program(path: str | None) -> str:
@@ -154,49 +175,6 @@ def guess_program(path: str | None) -> str:
             load_config(PROGRAMS[name], path)
             return name
     return first  # whose config says what is wrong
-
-
-def check(workload: Workload) -> None:
-    """Refuse axes that do not divide a model, and settings that do not go together.
-
-    Raises:
-        UserError: for the first of them.
-    """
-    cfg = workload.cfg
-    validate.validate_parallel(cfg.parallel, workload.world_size)
-    validate.validate_model(cfg.policy, "policy", cfg.parallel.tensor)
-    if isinstance(cfg, RLConfig):
-        validate.validate_sides(cfg)
-        validate.validate_model(cfg.critic, "critic", cfg.parallel.tensor)
-        bases = []
-        for role in (cfg.policy, cfg.critic):
-            bases.append((role.lora.rank > 0, role.dtype, role.cpu_offload, role.lora.quantization))
-        require(
-            not cfg.critic.share_base
-            or (bases[0] == bases[1] and cfg.policy.lora.rank and not cfg.critic.model),
-            "critic.share_base: policy and critic must both have adapters of one model, and be "
-            "alike in dtype, cpu_offload and lora.quantization",
-        )
-    generating = workload.of_generators() if workload.only_trains else workload
-    if generating.engine:
-        ranks = generating.engine.tensor_parallel_size
-        undivided = workload.models["policy"].undivided(ranks, HEADS)
-        if generating.world_size % ranks:
-            setting = "parallel.generators =" if generating.only_generates else "--gpus"
-            undivided = f"{setting} {generating.world_size}"
-        require(not undivided, f"engine.tensor_parallel_size = {ranks} does not divide {undivided}")
-    for name, model in workload.models.items():
-        undivided = model.undivided(cfg.parallel.tensor)
-        require(
-            not undivided,
-            f"parallel.tensor = {cfg.parallel.tensor} does not divide {undivided} of the {name}",
-        )
-        experts = max(layer.experts for layer in model.layers)
-        require(
-            experts % cfg.parallel.experts == 0 and (experts or cfg.parallel.experts == 1),
-            f"parallel.experts = {cfg.parallel.experts} does not divide the {experts} experts of "
-            f"the {name}",
-        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minirl.base.errors import require
+from minirl.config import validate
 from minirl.config.policy import Checkpointing
 from minirl.config.rl import RLConfig
 from minirl.config.shared import MOST_SEQS, EngineConfig, Sleep, TrainingConfig
@@ -23,7 +24,7 @@ from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedC
 from minirl.plan import costs
 from minirl.plan.cards import GIB, Card, of_device
 from minirl.plan.costs import Load, Parts, Training
-from minirl.plan.sizes import ModelSizes, read_sizes
+from minirl.plan.sizes import HEADS, ModelSizes, read_sizes
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
@@ -237,6 +238,49 @@ class Workload:
         return math.ceil(longest / self.cfg.parallel.context)
 
 
+def check(workload: Workload) -> None:
+    """Refuse axes that do not divide a model, and settings that do not go together.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    cfg = workload.cfg
+    validate.validate_parallel(cfg.parallel, workload.world_size)
+    validate.validate_model(cfg.policy, "policy", cfg.parallel.tensor)
+    if isinstance(cfg, RLConfig):
+        validate.validate_sides(cfg)
+        validate.validate_model(cfg.critic, "critic", cfg.parallel.tensor)
+        bases = []
+        for role in (cfg.policy, cfg.critic):
+            bases.append((role.lora.rank > 0, role.dtype, role.cpu_offload, role.lora.quantization))
+        require(
+            not cfg.critic.share_base
+            or (bases[0] == bases[1] and cfg.policy.lora.rank and not cfg.critic.model),
+            "critic.share_base: policy and critic must both have adapters of one model, and be "
+            "alike in dtype, cpu_offload and lora.quantization",
+        )
+    generating = workload.of_generators() if workload.only_trains else workload
+    if generating.engine:
+        ranks = generating.engine.tensor_parallel_size
+        undivided = workload.models["policy"].undivided(ranks, HEADS)
+        if generating.world_size % ranks:
+            setting = "parallel.generators =" if generating.only_generates else "--gpus"
+            undivided = f"{setting} {generating.world_size}"
+        require(not undivided, f"engine.tensor_parallel_size = {ranks} does not divide {undivided}")
+    for name, model in workload.models.items():
+        undivided = model.undivided(cfg.parallel.tensor)
+        require(
+            not undivided,
+            f"parallel.tensor = {cfg.parallel.tensor} does not divide {undivided} of the {name}",
+        )
+        experts = max(layer.experts for layer in model.layers)
+        require(
+            experts % cfg.parallel.experts == 0 and (experts or cfg.parallel.experts == 1),
+            f"parallel.experts = {cfg.parallel.experts} does not divide the {experts} experts of "
+            f"the {name}",
+        )
+
+
 class Engine:
     """An engine on one GPU, or its part of one that several share."""
 
@@ -270,6 +314,8 @@ class Engine:
             self.share_of_token = max(
                 self.share_of_token, layer.experts_of_token / max(1, layer.experts)
             )
+        # Of reading a token, where all of a batch's products are computed at once.
+        self.token_seconds = card.computing(costs.forward_flops(self.model, 1, 1, 0) / self.ranks)
         self.fills_its_share = False  # vLLM measures what is left for the cache.
         # Tokens that take as much as the states of a sequence.
         self.state_tokens = math.ceil(self.state_bytes / self.kv_bytes)
@@ -337,8 +383,7 @@ class Engine:
 
     def prefill_seconds(self, tokens: Any) -> Any:
         """Return the seconds of reading so many tokens, a number or an array."""
-        flops = costs.forward_flops(self.model, 1, 1, 0)
-        return tokens * self.card.computing(flops / self.ranks)
+        return tokens * self.token_seconds
 
     def recompute_seconds(self) -> float:
         """Return the seconds of reading again what was generated so far, under new weights."""

@@ -31,7 +31,7 @@ StepSeconds = Callable[[np.ndarray, np.ndarray], np.ndarray]
 EnoughAt = Callable[[np.ndarray, np.ndarray], float]
 
 ROUND = 4  # In a round at most this part of the answers ends,
-ROUND_WITH_QUEUE = 32  # or this, where others wait for their places.
+ROUND_WITH_QUEUE = 16  # or this, where others wait for their places.
 NUM_PARTS = 8  # Of a step with `stream`, at most, as rollout/generating.py has it.
 WARM_UP = 1 / 3  # Share of the steps that are left out of means.
 
@@ -289,45 +289,58 @@ class Engines:
         # The turns of environments are spread over an answer.
         drawing = answers["left"] * self._step[engine]
         runs = drawing / (drawing + answers["pause"])  # Share of the time in the engine.
-        now, ends = self._ends_of_round(runs, until, most)
-        # On average over the round, those that end in it run for a part of it.
+        now, ends = self._ends_of_round(runs, answers["context"], until, most)
+        # On average over the round, those that end in it run for a part of it, and have half of
+        # what they draw in it.
         runs *= (np.minimum(ends, now) - self.now) / (now - self.now)
-        now, ends = self._ends_of_round(runs, until, most)
+        contexts = answers["context"] + self._drawn(now, ends) * answers["left"] / 2
+        now, ends = self._ends_of_round(runs, contexts, until, most)
         order = np.flatnonzero(ends <= now)
         order = order[np.argsort(ends[order])]
-        if enough_at:
-            now = min(now, enough_at(*self._finishing(answers["ticket"][order], ends[order])))
-            order = order[ends[order] <= now]
         tickets, times = self._finishing(answers["ticket"][order], ends[order])
-        self.finished_at[tickets] = times
+        if enough_at:
+            now = min(now, enough_at(tickets, times))
+            order = order[ends[order] <= now]
+        self.finished_at[tickets[times <= now]] = times[times <= now]
         np.subtract.at(self._num_left, answers["ticket"][order], 1)
 
-        stall = self._stall[engine]
-        grown = np.clip((now - self.now - stall) / (ends - self.now - stall), 0.0, 1.0)
-        answers["context"] += grown * answers["left"]
-        answers["left"] *= 1 - grown
-        answers["pause"] *= 1 - grown
+        drawn = self._drawn(now, ends)
+        answers["context"] += drawn * answers["left"]
+        answers["left"] *= 1 - drawn
+        answers["pause"] *= 1 - drawn
         busy_until = np.full(self.job.num_engines, self.now)
         np.maximum.at(busy_until, engine, np.minimum(ends, now))
         self._pass(now, busy_until)
         self.answers = np.delete(answers, order)
 
-    def _ends_of_round(self, runs: np.ndarray, until: float, most: int) -> tuple[float, np.ndarray]:
+    def _ends_of_round(
+        self, runs: np.ndarray, contexts: np.ndarray, until: float, most: int
+    ) -> tuple[float, np.ndarray]:
         """Return when a round ends, and when each answer would.
 
         Args:
             runs: float64 [N], the share of the round in which each answer is in its engine.
+            contexts: float64 [N], the tokens that it has meanwhile.
             until: the time at which the round ends at the latest.
             most: how many answers end in it at most.
         """
         answers = self.answers
         engine = answers["engine"]
-        running = self._by_engine(runs)
-        contexts = self._by_engine(runs * answers["context"])
-        self._step = self.job.step_seconds(running, contexts) * self._slowness
+        on_engines = (self._by_engine(runs), self._by_engine(runs * contexts))
+        self._step = self.job.step_seconds(*on_engines) * self._slowness
         seconds = answers["left"] * self._step[engine] + answers["pause"]
         ends = self.now + self._stall[engine] + seconds
         return min(until, float(np.partition(ends, most - 1)[most - 1])), ends
+
+    def _drawn(self, now: float, ends: np.ndarray) -> np.ndarray:
+        """Return the share of what each answer lacks that is drawn in a round, float64 [N].
+
+        Args:
+            now: the end of the round.
+            ends: float64 [N], when each answer ends.
+        """
+        began = self.now + self._stall[self.answers["engine"]]
+        return np.clip((now - began) / (ends - began), 0.0, 1.0)
 
     def _finishing(self, tickets: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the groups that finish with such answers, and when.
@@ -362,6 +375,8 @@ class Engines:
         job = self.job
         groups = np.ceil(self._by_engine(None) / job.samples).astype(np.int64)
         room = np.where(self._is_away, 0, np.maximum(self._room - groups, 0))
+        if not room.any():
+            return
         is_first = np.diff(waiting["ticket"], prepend=-1) != 0
         places = np.cumsum(is_first) - 1  # Of the groups in the queue.
         num = min(places[-1] + 1, room.sum())
