@@ -386,6 +386,8 @@ class LockstepTrainers(Trainers):
 class StreamTrainers(Trainers):
     """A step's groups come in parts; their gradients are summed, and one update follows."""
 
+    is_last_part = True  # No part of the current step follows.
+
     def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of the first groups of a step. Collective."""
         self.trajectories = super().collect(step) or []

@@ -188,9 +188,9 @@ def build_model(
         model.forward = functools.partial(score_forward, model, tp=tp)
     else:
         scale, softcap = families.FAMILIES[config.model_type].head(config)
-        kernels = head_kernels(mesh.device, compute_dtype)
+        of_head = head_kernels(mesh.device, compute_dtype)
         model.forward = functools.partial(
-            packed_forward, model, tp=tp, scale=scale, softcap=softcap, kernels=kernels
+            packed_forward, model, tp=tp, scale=scale, softcap=softcap, kernels=of_head
         )
     return model
 
