@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from minirl.algo import losses
 from minirl.base.log import say
@@ -124,6 +125,7 @@ class Trainers(Trainer):
         self.rows: dict[int, int] = {}  # As in `Delivery`, of this step.
         self.results: list[np.ndarray] = []  # As in `News`.
         self.numbers: Metrics = {}  # As in `Delivery`, of this step.
+        self.num_updates = 0  # Optimizer steps that the weights had seen before this step's.
 
     # ----------------------------------------------------------------------------------------------
     # the meetings
@@ -249,6 +251,7 @@ class Trainers(Trainer):
     def begin(self, step: int, rollout: StepRollout | None) -> list[Trajectory]:
         """Return this rank's part of a step's episodes, or of their first part."""
         assert rollout
+        self.num_updates = self.policy.num_updates
         trajectories = self.take(step, rollout)
         if self.dump:
             self.dump.begin(step, trajectories)
@@ -280,8 +283,28 @@ class Trainers(Trainer):
         self, step: int, trajectories: list[Trajectory], minibatches: Minibatches, metrics: Metrics
     ) -> None:
         """Log a step that is finished. Collective."""
+        self.numbers |= self.describe_ages(trajectories)
         super().report(step, trajectories, minibatches, metrics)
         self.num_finished = step + 1
+
+    def describe_ages(self, trajectories: list[Trajectory]) -> Metrics:
+        """Return how old the tokens of a step are, and of how many versions an answer is."""
+        num_versions = 0
+        ages = [np.zeros(0, np.int64)]
+        for t in trajectories:
+            if t.versions is not None:
+                versions = t.versions[t.sampled]
+                num_versions += len(np.unique(versions))
+                ages.append(self.num_updates - versions)
+        in_step = np.concatenate(ages)
+        here = [num_versions, len(trajectories), in_step.sum(), len(in_step)]
+        versions, answers, total, tokens = self.mesh.sums(torch.tensor(here)).tolist()
+        oldest = self.mesh.maxima(torch.tensor(in_step.max(initial=0)))
+        return {
+            "rollout/versions": versions / max(1, answers),
+            "rollout/token_staleness": total / max(1, tokens),
+            "rollout/token_staleness_max": float(oldest),
+        }
 
     def describe_generation(self) -> Metrics:
         """Return what the generators have said of themselves since the last call."""

@@ -159,7 +159,8 @@ def difference(a: Done, b: Done) -> float:
 def rows_of(run: Done, *, without: tuple[str, ...] = ()) -> list[dict]:
     """The rows of a run's metrics that do not say where or when."""
     rows = repeatable(read(run.folder / "metrics.jsonl"))
-    left_out = ("refit_bytes", "kv_cache_tokens", "rollout/steps", "rollout/waiting", *without)
+    left_out = ("rollout/versions", "rollout/token_staleness", "rollout/token_staleness_max")
+    left_out += ("refit_bytes", "kv_cache_tokens", "rollout/steps", "rollout/waiting", *without)
     rows = [{name: x for name, x in row.items() if name not in left_out} for row in rows]
     return sorted(rows, key=lambda row: (row["phase"], row["step"]))
 
@@ -332,3 +333,43 @@ def test_kept_keys_are_those_of_the_weights_before(tmp_path):
     folders = [tiny.make(tmp_path / str(n), "qwen3", tied=False, seed=n) for n in range(2)]
     ((worst,),) = [ranks(1, reweighted, folders, 5, True)]
     assert worst > 1e-2
+
+
+# --------------------------------------------------------------------------------------------------
+# what it is for
+
+SLEEPS = """
+import asyncio
+from minirl.envs import Env, Result
+
+class Sleeps(Env):
+    graded = True
+    async def reset(self, row):
+        return row["prompt"]
+    async def step(self, state):
+        await asyncio.sleep(0.2)
+        return Result(observation="more", done=state.turn == 5)
+"""
+
+
+def timed(main, world, flags, generators) -> float:
+    """Seconds of the steps of a run after the first three."""
+    rows = read(train(main, world, flags, generators).folder / "metrics.jsonl")
+    return sum(row["time/step"] for row in rows if row["phase"] == "rl" and row["step"] >= 3)
+
+
+def test_waiting_environments_and_training_overlap(data, tmp_path):
+    """Sleep is no work of a CPU, so that two cores suffice."""
+    (tmp_path / "env.py").write_text(SLEEPS)
+    changes = {
+        "env.name": f"{tmp_path}/env.py:Sleeps",
+        "env.max_turns": 6,
+        "eval.every": 0,
+        "rollout.max_tokens": 4,
+        "rollout.tickets": "pull",
+        "num_steps": 10,
+    }
+    colocated = timed(colocated_main, 2, settings(data, tmp_path / "colocated", **changes), 0)
+    changes |= {"rollout.overlap": "inflight"}
+    alone = timed(split.main, 2, settings(data, tmp_path / "split", **changes), 1)
+    assert alone <= 0.75 * colocated, (alone, colocated)

@@ -223,7 +223,8 @@ class Sampler:
         self.mesh = engine.mesh
         self.prompts = prompts
         self.cfg = cfg
-        pulls = {"pull": True, "round_robin": False, "auto": engine.on_cuda}
+        is_inflight = self.mesh.side == "generators" and cfg.rollout.overlap == "inflight"
+        pulls = {"pull": True, "round_robin": False, "auto": engine.on_cuda or is_inflight}
         self.pulls = pulls[cfg.rollout.tickets]
         self.engine_loop = EngineLoop(
             engine,
