@@ -164,6 +164,7 @@ class Trainers(Trainer):
             self.meetings.enter()
         world = self.mesh.everyone
         messages = world.all_to_all([b""] * world.world_size)[self.mesh.world_size :]
+        self.refit.wait()  # The generators have their weights, or would not be here.
         deliveries: list[Delivery] = [pickle.loads(message) for message in messages]
         first = deliveries[0]
         for i, evaluation in enumerate(first.evaluations):

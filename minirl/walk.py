@@ -212,6 +212,7 @@ class Walk(Trainer):
             Sampler.collect_step,
             RolloutEngine.step,
         )
+        show("   note  with parallel.generators other ranks do this, while these train: split.py")
         with self.generation.awake():
             trajectories = self.sample(0)
         first_group = trajectories[:4]

@@ -111,6 +111,7 @@ def written(tmp_path_factory) -> dict[str, list[dict]]:
     supervised = {"--data.max-tokens": 48, "--batch-size": 4}
     runs = {
         "rl": ("rl", shared | sampled | critic | env),
+        "split": ("rl", shared | sampled | {"--parallel.generators": 1}),
         "rm": ("rm", shared | supervised),
         "dpo": ("dpo", shared | supervised),
         "sft": ("sft", shared | supervised),
@@ -122,7 +123,7 @@ def written(tmp_path_factory) -> dict[str, list[dict]]:
         for flag, value in given.items():
             flags += [flag, *(value if isinstance(value, list) else [value])]
         ended = fork(
-            f"minirl.{program}", flags, folder / "log", 300, world=2 if name == "rl" else 0
+            f"minirl.{program}", flags, folder / "log", 300, world=2 if program == "rl" else 0
         )
         assert ended.code == 0, ended.err
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()

@@ -175,7 +175,7 @@ class RolloutConfig:
     #: recompute: the engine computes them again (exact: the next tokens are the new weights' own).
     #: keep: they stay as they are, which costs nothing.
     kv: Literal["recompute", "keep"] = "recompute"
-    #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA and with inflight.
+    #: Which engine generates which prompt. auto: round_robin on CPU; on CUDA, or inflight, pull.
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
     #: Write every trajectory of a step to <output>/rollouts/, with advantage and log-probs of each
     #: token (rollout/records.py and index.py have the format); python -m minirl.view shows them.
