@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from vllm.device_allocator import cumem
 
+import reweighted
 import test_fused
 import tiny
 from benchmarks.dryrun import pretend
@@ -335,6 +336,19 @@ def test_sleep_refit_and_logprobs(device, tmp_path):
         total = torch.cuda.mem_get_info()[1] / 2**30
         assert 0 < memory["asleep_allocated"] < memory["asleep_reserved"] < 0.1 * total
         assert 0.2 * total < memory["sleep_wake_reserved"] < total
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+def test_weights_change_under_running_answers(device, tmp_path):
+    """vLLM schedules ahead on CUDA: the steps on their way are the old weights'."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "tied": False}
+    folders = [
+        tiny.make(tmp_path / str(n), dtype=torch.bfloat16, seed=n, **sizes) for n in range(2)
+    ]
+    found = on(device, reweighted.differences, folders, 5, False, "bfloat16")
+    assert found.mean() < 0.03
+    found = on(device, reweighted.differences, folders, 5, True, "bfloat16")
+    assert found.mean() > 0.03
 
 
 def three_steps_each(mesh, folder, settings):
