@@ -21,6 +21,7 @@ from minirl.parallel.mesh import Mesh, World
 Side = Literal["trainers", "generators"]
 
 LOOK = timedelta(seconds=5)  # A rank that waits for the other side tries again after this.
+LOOKS_A_SECOND = 2000  # At the store, of all ranks together.
 
 
 def side_of(rank: int, num_trainers: int) -> Side:
@@ -59,6 +60,11 @@ def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> No
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
 
 
+def seconds_between_looks(num_ranks: int) -> float:
+    """Return how often a rank may look at the store, which is one process for all of them."""
+    return min(max(num_ranks / LOOKS_A_SECOND, 0.01), 0.5)
+
+
 class Meetings:
     """The meetings of the two sides, seen from one rank.
 
@@ -69,9 +75,6 @@ class Meetings:
     Args:
         mesh: this side's.
         seconds: how long a process of the other side may be stopped, or out of reach.
-
-    Attributes:
-        idle_seconds: how long this rank has waited for the other side, since `take_idle`.
     """
 
     def __init__(self, mesh: Mesh, seconds: float):
@@ -86,10 +89,14 @@ class Meetings:
         # For each rank of the other side: its last beat, and when this rank has first seen that.
         self.beats = dict.fromkeys(on_side, (-1, 0.0))
         self.number = 0
-        self.idle_seconds = 0.0
+        self._next_look = 0.0
 
     def is_called(self) -> bool:
-        """Return whether the other side stands at the next meeting."""
+        """Return whether the other side stands at the next meeting, as seen a moment ago."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + seconds_between_looks(self.world.world_size)
         return self.world.store.check([self._key(self.other)])
 
     def enter(self) -> None:
@@ -100,7 +107,6 @@ class Meetings:
         """
         if self.speaks:
             self.world.store.set(self._key(self.side), "")
-        began = time.perf_counter()
         is_there = False
         while not is_there:
             try:
@@ -109,14 +115,7 @@ class Meetings:
             except dist.DistStoreError:  # It takes longer than `LOOK`.
                 if self.speaks:
                     self._look_for_beats()
-        self.idle_seconds += time.perf_counter() - began
         self.number += 1
-
-    def take_idle(self) -> float:
-        """Return how many seconds this rank has waited since the last call."""
-        seconds = self.idle_seconds
-        self.idle_seconds = 0.0
-        return seconds
 
     def _look_for_beats(self) -> None:
         """Raise DistStoreError if a rank of the other side has been silent for too long."""

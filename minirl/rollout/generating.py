@@ -12,6 +12,7 @@ import torch
 
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import Sampling
+from minirl.parallel.sides import seconds_between_looks
 from minirl.rollout.pacing import Goal, GroupState
 from minirl.rollout.sampler import Group, Sampler, StepRollout
 from minirl.types.packed import Trajectory
@@ -25,6 +26,8 @@ class GeneratingSampler(Sampler):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.pauses = self.cfg.rollout.overlap == "lockstep"
+        # An engine that has enough waits for the others to see it.
+        self.seconds_between_looks = seconds_between_looks(self.engine.num_replicas)
 
     def collect(self, prompts: Prompts, *args: Any, **options: Any) -> list[Trajectory] | None:
         """Run episodes as `Sampler.collect` does; the groups of training pause meanwhile."""

@@ -97,7 +97,11 @@ class Pace:
 
 
 def pull(
-    tickets: Sequence[int], goals: list[Goal], store: dist.Store, number: int
+    tickets: Sequence[int],
+    goals: list[Goal],
+    store: dist.Store,
+    number: int,
+    seconds: float = SECONDS_BETWEEN_LOOKS,
 ) -> tuple[Iterator[int], IsEnough]:
     """Share tickets by counters on torchrun's store, so that long completions balance.
 
@@ -106,6 +110,7 @@ def pull(
         goals: what all engines together have to reach.
         store: the store that all ranks share.
         number: number of this call, the same on all engines and never used again.
+        seconds: between two looks at what other engines have finished.
 
     Returns:
         The tickets that no engine has taken when this one asks, and whether the goals are reached.
@@ -115,16 +120,17 @@ def pull(
         while (taken := store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
             yield tickets[taken]
 
-    return untaken(), _FinishedCounts(goals, store, f"minirl/finished/{number}").is_enough
+    return untaken(), _FinishedCounts(goals, store, f"minirl/finished/{number}", seconds).is_enough
 
 
 class _FinishedCounts:
     """Counts the finished groups of all engines on the store, one counter for each goal.
 
-    They are looked at when this engine has finished more, and else every half second.
+    They are looked at when this engine has finished more, and else so many seconds later.
     """
 
-    def __init__(self, goals: list[Goal], store: dist.Store, name: str):
+    def __init__(self, goals: list[Goal], store: dist.Store, name: str, seconds: float):
+        self.seconds = seconds
         self.goals = goals
         self.store = store
         self.name = name
@@ -137,7 +143,7 @@ class _FinishedCounts:
         has_news = len(versions) != self._num_finished
         if not self._reached and (has_news or time.monotonic() >= self._next_look):
             self._num_finished = len(versions)
-            self._next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+            self._next_look = time.monotonic() + self.seconds
             self._reached = True
             for i, goal in enumerate(self.goals):
                 # Add what has finished here since the last look.

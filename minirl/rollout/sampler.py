@@ -28,9 +28,17 @@ from minirl.engine.loop import EngineLoop
 from minirl.envs import Agent, EnvMaker
 from minirl.rewards import Answer
 from minirl.rewards.scoring import Rewards
+from minirl.rollout import pacing
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.pacing import Goal, GroupState, IsEnough, Pace, deal, pull
+from minirl.rollout.pacing import (
+    Goal,
+    GroupState,
+    IsEnough,
+    Pace,
+    deal,
+    pull,
+)
 from minirl.types.packed import UNSET, Trajectory
 
 # Opens an endpoint (minirl/endpoint) of a loop, for prompts of these templates.
@@ -238,6 +246,7 @@ class Sampler:
             self.endpoint = open_endpoint(self.engine_loop, prompts, cfg.endpoint)
         self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, make_env, self.endpoint)
         self.training = GroupScheduler(self.runner)
+        self.seconds_between_looks = pacing.SECONDS_BETWEEN_LOOKS
         self.pauses = True  # Unfinished requests leave the engine when a run ends.
         self.ahead = cfg.rollout.ahead  # Groups to begin beyond what a step needs.
         self.begun: dict[int, GroupState] = {}
@@ -558,7 +567,8 @@ class Sampler:
         begun = self.begun if is_training else {}
         if self.pulls:
             number = next(self.counter_numbers)
-            tickets_here, is_enough = pull(tickets, goals, self.mesh.store, number)
+            seconds = self.seconds_between_looks
+            tickets_here, is_enough = pull(tickets, goals, self.mesh.store, number, seconds)
         else:
             versions: list[list[int]] = [[] for _ in range(num_engines)]
             for state in begun.values():
