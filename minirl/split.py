@@ -601,6 +601,10 @@ class Generators(BaseTrainer):
         """Draw answers to the held-out prompts, if the trainers ask for it."""
         if not news.evaluates:
             return
+        if self.evaluations and self.evaluations[-1].step == news.step:
+            # `stop_at` ends the run, with weights that are evaluated already.
+            self.evaluations[-1] = self.evaluations[-1]._replace(name=news.name)
+            return
         prompts = self.inputs.held_out
         with self.timer.phase("evaluate"):
             trajectories = self.sampler.collect(

@@ -137,6 +137,18 @@ def test_a_wrong_estimator_is_told_at_the_start(file, name):
         user_algorithms.check_methods(config(f"{path}:wrong"), Oversight())
 
 
+def test_an_estimator_that_compares_a_whole_step_is_refused_where_it_comes_in_parts(file):
+    path = file(ESTIMATORS)
+    for name, is_refused in {"as_it_is": 0, "centered": 1, "to_go": 1, "last": 0}.items():
+        cfg = config(f"{path}:{name}")
+        cfg.rollout.overlap = "stream"
+        if is_refused:
+            with pytest.raises(UserError, match=f"overlap = stream, algo.advantage = .*:{name}"):
+                user_algorithms.check_methods(cfg, Oversight())
+        else:
+            user_algorithms.check_methods(cfg, Oversight())
+
+
 # --------------------------------------------------------------------------------------------------
 # losses
 

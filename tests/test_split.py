@@ -120,8 +120,9 @@ def program(mesh, main, flags):
     finish = TrainingRun.finish
 
     def keep(run, *args):
-        for name, t in run.policy.shards().items():
-            weights[name] = whole(t)
+        merged = run.policy.merged()
+        for name in merged:
+            weights[name] = whole(merged[name])
         finish(run, *args)
 
     with mock.patch.object(TrainingRun, "finish", keep):

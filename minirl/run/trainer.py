@@ -162,7 +162,7 @@ class TrainingRun:
         printed = ", ".join(f"{score} {scores[score]:.4g}" for score in shown)
         self.log.say(f"step {step}: held-out {printed}")
         goal = self.cfg.stop_at
-        if goal and 0 <= step < self.num_steps:
+        if goal and not self.has_reached_goal and 0 <= step < self.num_steps:
             reached = []
             for metric, value in goal.items():
                 missing = f"an evaluation has no score {metric!r}; it has {', '.join(scores)}"
