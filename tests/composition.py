@@ -21,6 +21,7 @@ import test_nf4
 import test_optimizer
 import test_rollout
 import test_sft
+import test_split_compose
 import tiny
 from minirl.config.policy import ParallelConfig
 
@@ -51,6 +52,7 @@ FEATURES = [
     "minirl.sft",
     "adapters",
     "base in 4 bits",
+    "generators",
 ]
 
 
@@ -99,6 +101,7 @@ def cases() -> Iterator[set[str]]:
     yield from program_cases()
     yield from optimizer_cases()
     yield from adapter_cases()
+    yield from split_cases()
 
 
 def gradient_cases() -> Iterator[set[str]]:
@@ -173,6 +176,26 @@ def adapter_cases() -> Iterator[set[str]]:
         experts = {"experts"} if "moe" in call["family"] else set()
         for world, parallel in test_nf4.MESHES:
             yield axes(world, parallel) | always | {"base in 4 bits"} | experts
+
+
+def split_cases() -> Iterator[set[str]]:
+    """Of ranks that only train, beside others that only generate."""
+    for name, (trainers, _, _, _, mesh, _) in test_split_compose.REFITS.items():
+        features = {
+            "experts": "experts" in mesh or "copies" in name,
+            "adapters": "adapters" in name,
+        }
+        on = {feature for feature, tested in features.items() if tested}
+        yield axes(trainers, ParallelConfig(**mesh)) | {"generators", "refit"} | on
+    for trainers, _, settings in test_split_compose.MESHES.values():
+        mesh = {
+            name.removeprefix("parallel."): value
+            for name, value in settings.items()
+            if name.startswith("parallel.")
+        }
+        yield axes(trainers, ParallelConfig(**mesh)) | {"generators", "refit", "micro-batches"}
+    # test_lockstep_samples_one_step_behind
+    yield {"generators", "refit", "adapters", "base in 4 bits"}
 
 
 def optimizer_cases() -> Iterator[set[str]]:
