@@ -109,15 +109,6 @@ class Job:
             time.sleep(0.01)
 
 
-def catches(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, by what the kernel says."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-        return bool(int(mask, 16) >> (number - 1) & 1)
-    return False
-
-
 def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return which of the processes still run after a while."""
     end = time.monotonic() + SECONDS_TO_VANISH

@@ -379,6 +379,24 @@ def test_a_signal_before_the_first_step_ends_at_once(folder, tmp_path):
     assert ended.err.count("there is nothing to save yet; continue with --resume") == 1, ended.err
 
 
+def test_a_rank_that_has_not_joined_fails_so_that_torchrun_ends_the_others(monkeypatch):
+    supervisor = Watch()
+    supervisor.can_resume = True
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    codes = []
+
+    def end_all(text, code, is_at_once):
+        codes.append(code)
+        sys.exit(code)
+
+    monkeypatch.setattr(supervisor, "end_all", end_all)
+    for num_joined in (1, 2):
+        supervisor.world_size = num_joined
+        with pytest.raises(SystemExit):
+            supervisor._take(signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM, 0]
+
+
 FAILS_AFTER_A_SIGNAL = """
 import os, pathlib, signal, time
 from minirl.base.errors import UserError

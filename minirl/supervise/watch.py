@@ -336,11 +336,10 @@ class Watch(Oversight):
         if is_second or not self.can_save:
             nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
             hint = "; continue with --resume" if self.can_resume else ""
-            # The others would wait for a rank that has left with 0 before it joined them.
-            num_ranks = int(os.environ.get("WORLD_SIZE", 1))  # Later it may be those of a side.
-            if self.world_size < num_ranks:
-                _wait_until(lambda: self._store is not None)
-            can_resume = self.can_resume and not self.requested and self.world_size >= num_ranks
+            # torchrun would let the others wait for a rank that left with 0 before it joined them.
+            # (WORLD_SIZE may be that of a side later.)
+            has_joined = self.world_size >= int(os.environ.get("WORLD_SIZE", 1))
+            can_resume = self.can_resume and not self.requested and has_joined
             code = DONE if can_resume else BY_SIGNAL + number
             text = f"{number.name}: ended at once, {nothing}{hint}"
             self.end_all(text, code, is_at_once=True)
