@@ -87,12 +87,13 @@ def make_policy(folder, mesh):
 def overwrite(policy, folder):
     """Give the policy the weights of another checkpoint, in place, as an optimizer would."""
     weights = open_weights(folder)
+    parts = policy.parts()
     with torch.no_grad():
         for name, p in policy.shards().items():
-            fill_shard(p, policy.parts()[name], weights)
+            fill_shard(p, parts[name], weights)
 
 
-def greedy(engine, vision=None, num=6, length=10):
+def greedy(engine, vision=None, num=6, length=4):
     """(tokens, log-probs) of each answer."""
     sampling = Sampling(max_tokens=length, stop_token_ids=(), temperature=0.0)
     for i in range(num):
