@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import experts, fits, gpu_sections, vs_trl
+from benchmarks import experts, fits, gpu_sections, overlap, vs_trl
 from benchmarks.dryrun.pretend import compiler
 from minirl.plan.cards import of_device
 from programs import ROOT, fork
@@ -78,6 +78,7 @@ LOADS = {
     "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
     "startup": (1, ["--prompts", 300, "--chats", 300]),
     "pacing": (0, ["--steps", 3]),
+    "overlap": (0, ["--sizes", 8, "--what-ifs", 8, "--steps", 2]),
     "dump": (0, ["--trajectories", 8, "--tokens", 20, "--steps", 1]),
     # TRL's side needs an environment of its own, which only a network gives.
     "vs_trl": (
@@ -150,6 +151,11 @@ SHOWN = {
         "300 chats, first step encoded: # s, # CPU-s a rank, # MB",
     ],
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
+    "overlap": [
+        "| 8, Qwen3-4B, 512 | # | # (#) | # (#) | # | # (#) | # | # (#) | # | # (#) |",
+        "| engines fail twice an hour for 5 minutes | | # (#) | # (#) |",
+        "| generators are H20 | | # (#) | # (#) | |",
+    ],
     "dump": [f"{name} # s, # CPU-s, # MB, # bytes a token" for name in ("lines", "tables")],
     "vs_trl": ["| grpo-natural | # | | | | |", "| dpo | # | | | | |"],
     "preempt": [
@@ -184,6 +190,17 @@ def test_what_experts_cost_is_the_table_of_the_page():
     page = (ROOT / "minirl" / "parallel" / "README.md").read_text()
     (printed,) = re.findall(r"^\| model \| nodes \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
     assert printed == experts.table(), "put in what `python -m benchmarks.experts` prints"
+
+
+def test_simulated_steps_are_those_of_the_page():
+    """Of the smallest size; the others take a minute."""
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    begin = "| 8, Qwen3-4B"
+    (printed,) = re.findall(rf"^{re.escape(begin)}.*$", page, re.MULTILINE)
+    found = overlap.table((8,)).splitlines()[-1]
+    assert found.startswith(begin)
+    numbers = [[float(n) for n in re.findall(r"(\d+)", row)] for row in (printed, found)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.03), "put in what overlap.py prints"
 
 
 @pytest.fixture

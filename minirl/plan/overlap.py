@@ -169,6 +169,7 @@ def compare(
     gpus_per_node: int,
     lengths: Lengths,
     turn_seconds: float = 0.0,
+    steps: int = 0,
 ) -> Comparison:
     """Simulate a run in every way.
 
@@ -179,6 +180,7 @@ def compare(
         gpus_per_node: how many of them are linked.
         lengths: of answers.
         turn_seconds: of an environment, each turn.
+        steps: to simulate; 0: as many as are usual.
     """
     cfg = workload.cfg
     assert isinstance(cfg, RLConfig)
@@ -198,9 +200,9 @@ def compare(
         if plan.lacks:
             reasons[case.way] = plan.lacks
             continue
-        outcome = simulate(
-            case, job_of(plan, lengths, turn_seconds), recompute=cfg.rollout.kv == "recompute"
-        )
+        job = job_of(plan, lengths, turn_seconds)
+        job = dataclasses.replace(job, steps=steps or job.steps)
+        outcome = simulate(case, job, recompute=cfg.rollout.kv == "recompute")
         results.append(Result(case, plan, outcome))
     done = {result.case.way for result in results}
     missing = {way: reason for way, reason in reasons.items() if way not in done}
