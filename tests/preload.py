@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch._subclasses import fake_tensor
 from transformers import PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm.platforms import current_platform
 
 from minirl.config.parse import parse_flags
@@ -103,7 +104,9 @@ if on_cpu:
         from vllm.logger import configure_logging
 
         configure_logging(LoggingConfig())
-# What is read once: docstrings of the settings, the formats of images, the fonts of curves.
+# What is made once: transformers' table of how weights of files are renamed; docstrings of the
+# settings, the formats of images, the fonts of curves.
+get_checkpoint_conversion_mapping("qwen3")
 for config in (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, EvaluateConfig):
     parse_flags(config, [])
 Image.init()

@@ -430,8 +430,13 @@ METHODS = {
     "reinforce++, KL in the reward": AlgoConfig(
         advantage="reinforce_pp", gamma=0.95, kl_coef=0.2, kl_in="reward", kl_estimator="k1"
     ),
-    "rloo, KL in the reward": AlgoConfig(
-        advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator="k3", aggregation="fixed"
+    "rloo, KL in the reward, dppo": AlgoConfig(
+        advantage="rloo",
+        kl_coef=0.2,
+        kl_in="reward",
+        kl_estimator="k3",
+        aggregation="fixed",
+        correction=CorrectionConfig(preset="dppo-tv", divergence=0.001),
     ),
     "distillation, dropped sequences": AlgoConfig(
         advantage="on_policy_distill",
@@ -489,7 +494,8 @@ def test_every_method_has_the_gradient_of_one_process(tmp_path):
     (expected,) = ranks(1, method_gradients, folder, 10000)
     for name in METHODS:
         assert expected[name]["num_micro"] == 1 and expected[name]["metrics"]["grad_norm"] > 0
-    assert 0 < expected["distillation, dropped sequences"]["metrics"]["correction_outside"] < 1
+    for name in ("distillation, dropped sequences", "rloo, KL in the reward, dppo"):
+        assert 0 < expected[name]["metrics"]["correction_outside"] < 1
     assert 0 < expected["gspo, sequence mean"]["metrics"]["clip_fraction"] < 1
     for world, parallel, budget in (
         (1, ParallelConfig(), 120),
