@@ -171,6 +171,13 @@ def test_with_a_tail_the_more_staleness_the_faster():
     assert times == sorted(times, reverse=True) and times[0] > 2 * times[-1]
 
 
+def test_half_of_what_the_bound_allows_is_as_fast_with_half_the_staleness():
+    """Groups that wait for the bound, finished or in a queue, only become old."""
+    every = simulation.inflight(job(steps=30), max_staleness=4)
+    half = simulation.inflight(job(steps=30), max_staleness=4, ahead=32)
+    assert half.seconds < 1.1 * every.seconds and half.staleness < 0.65 * every.staleness
+
+
 def test_the_side_with_too_few_ranks_makes_the_other_one_wait():
     few = simulation.inflight(job(num_engines=1, train_seconds=1.0), max_staleness=2)
     assert few.idle_trainers > 0.9 and few.idle_engines < 0.01

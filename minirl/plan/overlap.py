@@ -6,6 +6,7 @@ is what `python -m minirl.plan --overlap` prints.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
+from minirl.config.shared import RolloutConfig
 from minirl.plan import simulation
 from minirl.plan.cards import GIB, Card
 from minirl.plan.plan import HOST_SECONDS_PER_LAYER, Engine, Plan, Workload, check, make_plan
@@ -150,13 +152,19 @@ def job_of(
 
 def simulate(case: Case, job: Job, *, recompute: bool = True) -> Outcome:
     """Return what a job gives in the way of a case; `recompute` is `rollout.kv`."""
-    ways = {
+    bound = case.max_staleness
+    ways: dict[Way, Callable[[Job], Outcome]] = {
         "colocated": simulation.colocated,
-        "ahead": partial(simulation.colocated, ahead=case.ahead, max_staleness=case.max_staleness),
+        "ahead": partial(simulation.colocated, ahead=case.ahead, max_staleness=bound),
         "lockstep": simulation.lockstep,
         "stream": simulation.stream,
         "inflight": partial(
-            simulation.inflight, max_staleness=case.max_staleness, recompute=recompute
+            simulation.inflight,
+            max_staleness=bound,
+            ahead=RolloutConfig(
+                prompts_per_step=job.prompts, overlap="inflight", max_staleness=bound
+            ).num_ahead,
+            recompute=recompute,
         ),
     }
     return ways[case.way](job)

@@ -600,15 +600,19 @@ def stream(job: Job) -> Outcome:
     return run.outcome()
 
 
-def inflight(job: Job, *, max_staleness: int, recompute: bool = True) -> Outcome:
+def inflight(
+    job: Job, *, max_staleness: int, ahead: int | None = None, recompute: bool = True
+) -> Outcome:
     """Simulate generators that never wait, with weights that change under running answers.
 
     Args:
         job: the run.
         max_staleness: as `rollout.max_staleness`.
+        ahead: groups under way beside those of a step; None: as many as max_staleness allows.
         recompute: as `rollout.kv`.
     """
-    run = Run(job, ahead=job.prompts * max_staleness, max_staleness=max_staleness)
+    most = job.prompts * max_staleness
+    run = Run(job, ahead=most if ahead is None else ahead, max_staleness=max_staleness)
     for step in range(job.steps):
         run.engines.stall(job.refit_seconds, recompute=recompute)
         run.refit()
