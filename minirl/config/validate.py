@@ -294,8 +294,9 @@ def _rules_of_sides(cfg: RLConfig) -> Rules:
             "take lockstep": algo.entropy_share,
             f"rollout.overlap, reward.normalize: {parts}, and rewards are normalized by all of "
             "them; take lockstep": cfg.reward.normalize,
-            f"rollout.overlap, policy.router: {parts}, and routers are balanced over all its "
-            "tokens; take lockstep": (
+            "rollout.overlap, policy.router.aux_loss_coef, policy.router.z_loss_coef, "
+            f"policy.router.bias_update_rate: {parts}, and routers are balanced over all its "
+            "tokens; set these to 0, or take lockstep": (
                 router.aux_loss_coef or router.z_loss_coef or router.bias_update_rate
             ),
         }
