@@ -379,8 +379,8 @@ class LockstepTrainers(Trainers):
             self.rows.clear()
             self.send_weights(news)
             self.drawn = self.receive()
-        files = self.files_of(self.drawn) if self.drawn else {}
-        self.run.saver.more_files = files
+        with self.timer.phase("checkpoint"):
+            self.run.saver.more_files = self.files_of(self.drawn) if self.drawn else {}
 
     def files_of(self, drawn: StepRollout) -> dict[str, bytes]:
         """Return a checkpoint's files with a batch, this rank's part, by name."""
