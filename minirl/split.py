@@ -334,7 +334,7 @@ class Trainers(Trainer):
         }
         best = min(longest, key=longest.__getitem__)
         waited = max(idle, key=idle.__getitem__)
-        advice = "as many as there are are best"
+        advice = f"parallel.generators {generators} suits both"
         if longest[best] < LEAST_GAIN * longest[generators]:
             advice = f"parallel.generators {best} would be faster"
         say(
