@@ -288,10 +288,9 @@ def _assumptions(result: Result, lengths: Lengths, turn_seconds: float) -> str:
     job = job_of(result.plan, lengths, turn_seconds)
     drawn = lengths.draw(np.random.default_rng(0), 2000, job.samples)
     quantiles = [f"{int(n):,}" for n in np.quantile(drawn, (0.5, 0.9, 0.99, 1.0))]
-    alone, many = (
-        float(job.step_seconds(n, n * (job.prompt_tokens + drawn.mean() / 2)))
-        for n in (1.0, float(job.slots))
-    )
+    running = np.array([1.0, float(job.slots)])
+    contexts = running * (job.prompt_tokens + drawn.mean() / 2)
+    alone, many = job.step_seconds(running, contexts).tolist()
     environment = f"{job.environment_seconds:g} s of an environment an answer, "
     return (
         f"assumed: answers of {', '.join(quantiles)} tokens (50, 90, 99, 100 %), mean "
