@@ -525,7 +525,7 @@ class Generators(BaseTrainer):
         step_size = self.cfg.rollout.prompts_per_step
         while not news.is_last:
             num_later = self.num_steps - 1 - news.step
-            self.sampler.ahead = step_size * min(self.cfg.rollout.max_staleness, num_later)
+            self.sampler.ahead = min(self.cfg.rollout.num_ahead, step_size * num_later)
             batch = self.draw(news) if news.draws else None
             self.deliver(batch, ends_step=news.draws)
             self.evaluate(news)

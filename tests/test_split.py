@@ -231,8 +231,8 @@ def test_stream_has_the_gradients_of_the_colocated_step(data, tmp_path, method):
 # inflight
 
 
-@pytest.mark.parametrize("tickets", ["pull", "round_robin"])
-def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets):
+@pytest.mark.parametrize(("tickets", "ahead"), [("pull", 0), ("round_robin", 2)])
+def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets, ahead):
     bound = 2
     changes = {
         "rollout.overlap": "inflight",
@@ -240,6 +240,7 @@ def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets):
         "rollout.dump": True,
         "rollout.max_tokens": 40,
         "rollout.tickets": tickets,
+        "rollout.ahead": ahead,
         "rollout.prompts_per_step": 2,
         "num_steps": 10,
     }

@@ -159,7 +159,7 @@ class RolloutConfig:
     #: a share of an untried one's (0.1 is usual; with 1 all are alike). 0: off.
     curriculum_floor: Share = 0.0
     #: Partial rollouts: begin so many more prompts than a step needs, at most prompts_per_step *
-    #: max_staleness. 0: a step waits for all its answers.
+    #: max_staleness. 0: a step waits for all its answers; with overlap inflight: as many.
     ahead: NonNegativeInt = 0
     #: A group is trained on within so many steps after the one in which it began: a step waits for
     #: those that would become older. Nothing that was sampled is thrown away for its age.
@@ -186,8 +186,9 @@ class RolloutConfig:
     @property
     def num_ahead(self) -> int:
         """Return how many groups may be under way beside those of a step."""
-        is_inflight = self.overlap == "inflight"
-        return self.prompts_per_step * self.max_staleness if is_inflight else self.ahead
+        if self.overlap == "inflight" and not self.ahead:
+            return self.prompts_per_step * self.max_staleness
+        return self.ahead
 
 
 @dataclass(kw_only=True)

@@ -269,8 +269,10 @@ def _rules_of_sides(cfg: RLConfig) -> Rules:
         ),
         "parallel.generators, engine.sleep: the engine of a generator shares its device with "
         "nobody and never sleeps; set sleep to auto": cfg.engine.sleep not in ("auto", "none"),
-        "parallel.generators, rollout.ahead: rollout.overlap says what is drawn ahead; set ahead "
-        "to 0": rollout.ahead,
+        "parallel.generators, rollout.overlap, rollout.ahead: only inflight draws some groups of "
+        "later steps; set ahead to 0, or take inflight": (
+            rollout.ahead and rollout.overlap != "inflight"
+        ),
         "rollout.kv, rollout.overlap: only with inflight do weights change under a running "
         "answer; set rollout.overlap inflight": (
             rollout.kv != "recompute" and rollout.overlap != "inflight"

@@ -26,6 +26,7 @@ class GeneratingSampler(Sampler):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.pauses = self.cfg.rollout.overlap == "lockstep"
+        self.can_stop = False  # The trainers say when.
         # An engine that has enough waits for the others to see it.
         self.seconds_between_looks = seconds_between_looks(self.engine.num_replicas)
 

@@ -249,6 +249,8 @@ class Sampler:
         self.seconds_between_looks = pacing.SECONDS_BETWEEN_LOOKS
         self.pauses = True  # Unfinished requests leave the engine when a run ends.
         self.ahead = cfg.rollout.ahead  # Groups to begin beyond what a step needs.
+        # A signal interrupts a step: groups of several steps would have to finish first.
+        self.can_stop = bool(cfg.rollout.ahead)
         self.begun: dict[int, GroupState] = {}
         self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
@@ -350,10 +352,9 @@ class Sampler:
                 tickets,
                 cfg.samples_per_prompt,
                 goals,
-                # Groups of several steps would have to finish first.
-                can_stop=bool(cfg.ahead),
+                can_stop=self.can_stop,
             )
-            if cfg.ahead and self.mesh.agree_to_stop():
+            if self.can_stop and self.mesh.agree_to_stop():
                 return None
             goals = []
             finished |= {group.ticket: group for group in groups}
