@@ -21,7 +21,7 @@ from benchmarks import fits
 from minirl.config.rl import RLConfig
 from minirl.plan import overlap
 from minirl.plan.cards import CARDS
-from minirl.plan.overlap import STALENESS, Case, Comparison, Result
+from minirl.plan.overlap import STALENESS, Case, Comparison, Simulated
 from minirl.plan.plan import Engine, Workload, read_models
 from minirl.plan.simulation import Job, LogNormal, Outages, Outcome
 
@@ -105,18 +105,18 @@ def comparison(num_gpus: int, steps: int = 0) -> Comparison:
     return overlap.compare(workload, num_gpus, CARDS["h200"], 8, LENGTHS, steps=steps)
 
 
-def ranked(results: list[Result], way: str, bound: int) -> list[Result]:
+def ranked(results: list[Simulated], way: str, bound: int) -> list[Simulated]:
     """Return the results of a way, the fastest first; of any bound of staleness, if it is 0."""
     found = [r for r in results if r.case.way == way and bound in (0, r.case.max_staleness)]
     return sorted(found, key=lambda result: result.outcome.seconds)
 
 
-def best(results: list[Result], way: str, bound: int) -> Result | None:
+def best(results: list[Simulated], way: str, bound: int) -> Simulated | None:
     """Return the first of `ranked`, if there is one."""
     return next(iter(ranked(results, way, bound)), None)
 
 
-def cell(result: Result | None) -> str:
+def cell(result: Simulated | None) -> str:
     """Return seconds, and the number of generators."""
     if result is None:
         return "-"
@@ -137,7 +137,7 @@ def table(sizes: tuple[int, ...], steps: int = 0) -> str:
     return "\n".join(rows)
 
 
-def changed(result: Result, what_if: WhatIf, steps: int) -> Result:
+def changed(result: Simulated, what_if: WhatIf, steps: int) -> Simulated:
     """Return a result for another world."""
     engine = None
     if what_if.card:

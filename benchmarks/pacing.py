@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tyro
 
-from minirl.plan.simulation import WARM_UP, Job, LogNormal, Run
+from minirl.plan.simulation import WARM_UP, Job, LogNormal, SimulatedRun
 
 Rule = Literal["restart", "pace", "no limit"]
 RULES: tuple[Rule, ...] = ("restart", "pace", "no limit")
@@ -79,7 +79,7 @@ def simulate(load: Load, rule: Rule) -> Outcome:
         step_seconds=step_seconds,
         train_seconds=0.0,
     )
-    run = Run(job, ahead=load.ahead, max_staleness=load.max_staleness)
+    run = SimulatedRun(job, ahead=load.ahead, max_staleness=load.max_staleness)
     engines = run.engines
     warm = int(load.steps * WARM_UP)
     first_steps = np.empty(0, np.int64)  # Of each ticket.

@@ -697,7 +697,7 @@ def test_a_simulated_run_has_the_seconds_of_its_plan():
     assert job.slots == int(engine.slots(512 + 1024))
     # Without a tail, and with room for all, a rollout takes what the plan says.
     assert job.slots >= 256
-    drawn = simulation.Run(dataclasses.replace(job, environment_seconds=0.0))
+    drawn = simulation.SimulatedRun(dataclasses.replace(job, environment_seconds=0.0))
     assert drawn.wait(drawn.issue(0)) == pytest.approx(engine.seconds(), rel=0.02)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from minirl.base.errors import UserError
 from minirl.plan import simulation
-from minirl.plan.simulation import Engines, Job, LogNormal, Measured, Outages, Run
+from minirl.plan.simulation import Engines, Job, LogNormal, Measured, Outages, SimulatedRun
 from minirl.rollout import index
 
 TAIL = LogNormal(300.0, 1.0, 3200.0)
@@ -81,7 +81,7 @@ def test_answers_share_their_engine():
 
 def test_an_environment_takes_its_time_beside_the_engine():
     one = job(prompts=1, samples=1, lengths=Fixed(50), num_engines=1, step_seconds=flat)
-    run = Run(dataclasses.replace(one, environment_seconds=4.0))
+    run = SimulatedRun(dataclasses.replace(one, environment_seconds=4.0))
     assert run.wait(run.issue(0)) == pytest.approx(50 * 0.02 + 4.0)
 
 

@@ -168,7 +168,7 @@ class RolloutConfig:
     #: step k, the generators draw the whole of step k + 1 with the weights that step k began with.
     #: stream: on policy; groups go to the trainers as they finish, and their gradients are summed
     #: while others are still drawn. inflight: generators never wait, weights change while answers
-    #: are drawn, and prompts_per_step * max_staleness groups are under way beside a step's; with
+    #: are drawn, and `ahead` groups are under way besides those of a step; with
     #: max_staleness above 1 take algo.correction.preset dppo-tv.
     overlap: Literal["lockstep", "stream", "inflight"] = "lockstep"
     #: With inflight: what happens to the keys and values of a running answer when weights change.
@@ -185,7 +185,7 @@ class RolloutConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Return how many groups may be under way beside those of a step."""
+        """Return how many groups may be under way besides those of a step."""
         if self.overlap == "inflight" and not self.ahead:
             return self.prompts_per_step * self.max_staleness
         return self.ahead

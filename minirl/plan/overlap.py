@@ -49,7 +49,7 @@ class Case(NamedTuple):
         return flags + bound * (self.way == "inflight")
 
 
-class Result(NamedTuple):
+class Simulated(NamedTuple):
     """A case, with its plan and what was simulated."""
 
     case: Case
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 class Comparison(NamedTuple):
     """What was found."""
 
-    results: list[Result]  # Of all cases that fit.
+    results: list[Simulated]  # Of all cases that fit.
     reasons: dict[Way, str]  # Of each way that has no result: why the last one that was tried not.
 
 
@@ -192,7 +192,7 @@ def compare(
     """
     cfg = workload.cfg
     assert isinstance(cfg, RLConfig)
-    results: list[Result] = []
+    results: list[Simulated] = []
     reasons: dict[Way, str] = {}
     load = workload.load
     for case in cases(num_gpus, cfg.engine.tensor_parallel_size, cfg.rollout.prompts_per_step):
@@ -211,15 +211,15 @@ def compare(
         job = job_of(plan, lengths, turn_seconds)
         job = dataclasses.replace(job, steps=steps or job.steps)
         outcome = simulate(case, job, recompute=cfg.rollout.kv == "recompute")
-        results.append(Result(case, plan, outcome))
+        results.append(Simulated(case, plan, outcome))
     done = {result.case.way for result in results}
     missing = {way: reason for way, reason in reasons.items() if way not in done}
     return Comparison(results, missing)
 
 
-def best_of_each(results: list[Result]) -> list[Result]:
+def best_of_each(results: list[Simulated]) -> list[Simulated]:
     """Return the fastest result of each way and bound of staleness."""
-    best: dict[tuple[Way, int], Result] = {}
+    best: dict[tuple[Way, int], Simulated] = {}
     for result in results:
         case = result.case
         kind = (case.way, case.max_staleness)
@@ -267,11 +267,11 @@ def table(comparison: Comparison, lengths: Lengths, turn_seconds: float = 0.0) -
     return "\n".join([*lines, words, "", _assumptions(fastest, lengths, turn_seconds)])
 
 
-def _seconds(result: Result) -> float:
+def _seconds(result: Simulated) -> float:
     return result.outcome.seconds
 
 
-def _line(result: Result) -> str:
+def _line(result: Simulated) -> str:
     outcome = result.outcome
     is_split = result.case.generators > 0
     idle = (f"{outcome.idle_trainers:.0%}" if is_split else "", f"{outcome.idle_engines:.0%}")
@@ -283,7 +283,7 @@ def _line(result: Result) -> str:
     )
 
 
-def _assumptions(result: Result, lengths: Lengths, turn_seconds: float) -> str:
+def _assumptions(result: Simulated, lengths: Lengths, turn_seconds: float) -> str:
     """Return what the simulation rests on, with the speeds of the fastest way."""
     job = job_of(result.plan, lengths, turn_seconds)
     drawn = lengths.draw(np.random.default_rng(0), 2000, job.samples)

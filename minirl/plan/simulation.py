@@ -352,7 +352,7 @@ class Engines:
         Returns:
             Tickets and times of the groups, the earliest first.
         """
-        # The last answer of each group is the first from behind.
+        # The last answer of each group is the first from the end.
         found, from_behind, counts = np.unique(tickets[::-1], return_index=True, return_counts=True)
         last = np.sort(len(tickets) - 1 - from_behind[counts == self._num_left[found]])
         return tickets[last], times[last]
@@ -424,7 +424,7 @@ class Outcome(NamedTuple):
     lost: float  # Share of the drawn tokens that was thrown away.
 
 
-class Run:
+class SimulatedRun:
     """The groups of a run on its engines, and what is noted of its steps.
 
     Attributes:
@@ -540,7 +540,7 @@ class Run:
 
 def colocated(job: Job, *, ahead: int = 0, max_staleness: int = 2) -> Outcome:
     """Simulate ranks that draw and train in turn, with `rollout.ahead`."""
-    run = Run(job, ahead=ahead, max_staleness=max_staleness)
+    run = SimulatedRun(job, ahead=ahead, max_staleness=max_staleness)
     for step in range(job.steps):
         run.engines.stand_still(job.refit_seconds)
         run.engines.stall(0.0, recompute=True)
@@ -554,7 +554,7 @@ def colocated(job: Job, *, ahead: int = 0, max_staleness: int = 2) -> Outcome:
 
 def lockstep(job: Job) -> Outcome:
     """Simulate generators that draw a step's groups while trainers train on the last step's."""
-    run = Run(job)
+    run = SimulatedRun(job)
     train = job.train_seconds + job.update_seconds
     run.wait(run.issue(0))
     for step in range(job.steps):
@@ -571,7 +571,7 @@ def lockstep(job: Job) -> Outcome:
 
 def stream(job: Job) -> Outcome:
     """Simulate trainers that work on groups as they finish, with an update when all have."""
-    run = Run(job)
+    run = SimulatedRun(job)
     engines = run.engines
     part = math.ceil(job.prompts / NUM_PARTS)  # At least.
     for step in range(job.steps):
@@ -608,11 +608,11 @@ def inflight(
     Args:
         job: the run.
         max_staleness: as `rollout.max_staleness`.
-        ahead: groups under way beside those of a step; None: as many as max_staleness allows.
+        ahead: groups under way besides those of a step; None: as many as max_staleness allows.
         recompute: as `rollout.kv`.
     """
     most = job.prompts * max_staleness
-    run = Run(job, ahead=most if ahead is None else ahead, max_staleness=max_staleness)
+    run = SimulatedRun(job, ahead=most if ahead is None else ahead, max_staleness=max_staleness)
     for step in range(job.steps):
         run.engines.stall(job.refit_seconds, recompute=recompute)
         run.refit()

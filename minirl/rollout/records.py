@@ -53,7 +53,7 @@ def write_step(
         folder: of all steps.
         step: the step.
         mesh: the ranks that write.
-        appends: they come behind those that this rank has written of the step.
+        appends: they come after those that this rank has written of the step.
 
     Returns:
         For each trajectory, where its line begins in the file, and the line's bytes.
