@@ -154,7 +154,7 @@ def trust_region(
     DPPO maximizes the sum of M r A with r = policy / engine. M is 0 where D(engine || policy) is
     above cfg.divergence and the update would lead further away: A > 0 and r > 1, or A < 0 and
     r < 1. Elsewhere it is 1, so an update that leads back always counts. Qi et al. 2026 (arXiv
-    2602.04879), eq. 12, with their binary D, which is `divergence`.
+    2602.04879), the mask of DPPO, with their binary D, which is `divergence`.
 
     M follows the policy from update to update, and takes the place of PPO's clip. The loss has the
     ratio policy / old, not clipped, so the weight is M old / engine.
