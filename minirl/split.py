@@ -39,7 +39,7 @@ from minirl.rollout.generating import GeneratingSampler
 from minirl.rollout.sampler import StepRollout
 from minirl.run import results
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, score
-from minirl.run.inputs import Inputs
+from minirl.run.inputs import Inputs, choose_dtype
 from minirl.run.trainer import BaseTrainer
 from minirl.train.policy import Metrics
 from minirl.train.updates import learning_rate
@@ -89,6 +89,7 @@ class Delivery(NamedTuple):
 
 def main(cfg: RLConfig, mesh: Mesh) -> None:
     """Run the program of this rank's side."""
+    cfg.policy.dtype = choose_dtype(cfg.policy.dtype, "policy.dtype", mesh.everyone)
     if mesh.side == "generators":
         generators = Generators(cfg, mesh)
         mesh.watch.can_save = True

@@ -28,7 +28,7 @@ from minirl.parallel.optimizer import ShardAdamW
 from minirl.parallel.storage import dequantize, dynamic_code, quantize
 from minirl.parallel.tensor import LORA_B
 from minirl.rl import Trainer
-from minirl.train import policy as policy_module
+from minirl.train import parameter_groups
 from minirl.train.policy import Policy
 from programs import QUICKSTART
 from run_folders import newest_checkpoint
@@ -91,7 +91,7 @@ def end_with_each_adamw(mesh, folder) -> list[dict]:
     """Return weights and moments after three steps with ours, and with torch's on DTensors."""
     ends = []
     for kind in (ShardAdamW, torch.optim.AdamW):
-        policy_module.ShardAdamW = kind
+        parameter_groups.ShardAdamW = kind
         policy = make(mesh, folder, {"weight_decay": DECAY})
         update(policy, mesh, 3)
         end = whole(policy.shards())

@@ -157,7 +157,7 @@ class RolloutEngine:
         core.scheduler.states = self.llm.llm_engine.output_processor.request_states
         self._num_steps = 0
         self._waiting_seconds = 0.0
-        # How many tokens `unfinished` has reported of requests that go on.
+        # How many tokens `take_unfinished` has reported of each request.
         self._num_reported: dict[str, int] = {}
         # Cached keys are found again only by requests with the same salt.
         self.cache_salt = ""
@@ -548,8 +548,14 @@ class RolloutEngine:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
                 new = self._output(state.external_req_id, tokens, logprobs, None)
-                self._num_reported[new.request_id] = len(tokens)
                 yield new._replace(routes=self.routes.of_unfinished(state)) if self.routes else new
+
+    def take_unfinished(self) -> Iterator[EngineOutput]:
+        """Yield the same, which then counts as reported."""
+        for new in self.unfinished():
+            before = self._num_reported.get(new.request_id, 0)
+            self._num_reported[new.request_id] = before + len(new.tokens)
+            yield new
 
     def _output(
         self, request_id: str, tokens: Sequence[int], logprobs: Any, reason: str | None
@@ -562,7 +568,9 @@ class RolloutEngine:
         """
         values: list[float] = []
         top: list[list[tuple[int, float]]] = []
-        num_reported = self._num_reported.pop(request_id, 0)
+        num_reported = self._num_reported.get(request_id, 0)
+        if reason:
+            self._num_reported.pop(request_id, None)
         tokens = tokens[num_reported:]
         begins = logprobs.start_indices[num_reported:] if logprobs else ()
         ends = logprobs.end_indices[num_reported:] if logprobs else ()

@@ -218,7 +218,7 @@ class EngineLoop:
             keeps_cache: as in `RolloutEngine.change_weights`.
         """
         self._record(self.engine.drain())
-        self._record_unfinished()
+        self._record(self.engine.take_unfinished())
         self.engine.change_weights(refit, keeps_cache=keeps_cache)
         self.version = version
         if keeps_cache:
@@ -283,7 +283,7 @@ class EngineLoop:
 
     def _pause(self) -> None:
         """Keep what has been sampled of all requests, for `resume`."""
-        self._record_unfinished()
+        self._record(self.engine.unfinished())
         for entry in (*self._running.values(), *self._waiting):
             request, future = entry
             if future.cancelled():
@@ -333,8 +333,10 @@ class EngineLoop:
             `RolloutEngine.add` for each new one.
         """
         cancelled = {key for key, (_, future) in self._running.items() if future.cancelled()}
-        if cancelled:
-            self._record_unfinished()
+        # Their tokens in the engine; those in `Request.done` count where the request was made.
+        for output in self.engine.unfinished() if cancelled else ():
+            if output.request_id in cancelled:
+                self.discarded_tokens += len(output.tokens)
         aborted = sorted(set(self._running) if aborts else cancelled)
         for request_id in aborted:
             del self._running[request_id]
@@ -352,18 +354,6 @@ class EngineLoop:
             added.append((request_id, *_remaining(request, self.engine.vision)))
         self._waiting = []
         return more, aborted, added
-
-    def _record_unfinished(self) -> None:
-        """Append what requests have sampled so far; for one that is cancelled it is thrown away.
-
-        What is in its `Request.done` before counts where the request was made.
-        """
-        for output in self.engine.unfinished():
-            _, future = self._running.get(output.request_id, (None, None))
-            if future and future.cancelled():
-                self.discarded_tokens += len(output.tokens)
-            else:
-                self._record([output])
 
     def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.

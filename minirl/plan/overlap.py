@@ -139,7 +139,7 @@ def job_of(
         environment_seconds=turn_seconds * cfg.env.max_turns,
         num_engines=generating.workload.world_size // engine.ranks,
         slots=int(engine.slots(length)),
-        step_seconds=engine.step_seconds,
+        step_seconds=partial(engine.step_seconds, larger=np.maximum),
         token_seconds=float(engine.prefill_seconds(1.0)),
         train_seconds=sum(seconds.get(phase, 0.0) for phase in training),
         update_seconds=seconds["optimizer"],

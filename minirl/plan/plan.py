@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from minirl.base.errors import require
 from minirl.config import validate
 from minirl.config.policy import Checkpointing
@@ -391,7 +389,9 @@ class Engine:
         tokens = self.at_once() * (load.prompt / load.samples + load.answer / 2)
         return float(self.prefill_seconds(tokens))
 
-    def step_seconds(self, running: Any, contexts: Any) -> Any:
+    def step_seconds(
+        self, running: Any, contexts: Any, larger: Callable[[Any, Any], Any] = max
+    ) -> Any:
         """Return the seconds of a step, in which each sequence gets a token.
 
         It reads the weights, of a mixture those of the experts that a token needs, and all cached
@@ -400,16 +400,17 @@ class Engine:
         Args:
             running: sequences, a number or an array.
             contexts: tokens in their contexts, all together, as `running`.
+            larger: returns the larger of two numbers, or of each pair of two arrays'.
         """
         model = self.model
         unread = self.expert_weights * (1 - self.share_of_token) ** running
         cached = contexts * self.kv_bytes + 2 * running * self.state_bytes
         reading = self.card.moving(self.weights - unread + cached)
-        step = np.maximum(reading, self.prefill_seconds(running))
+        step = larger(reading, self.prefill_seconds(running))
         if self.cfg.enforce_eager:
-            step = np.maximum(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
+            step = larger(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
         # While the device computes a step, the host prepares the next one.
-        step = np.maximum(step, HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * running)
+        step = larger(step, HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * running)
         if self.ranks > 1:  # A sum after attention and one after the MLP.
             summed = 2 * running * model.hidden * 2 * (1 - 1 / self.ranks)
             step = step + 2 * model.num_layers * (SHORTEST_COLLECTIVE + self.card.sending(summed))

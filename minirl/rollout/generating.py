@@ -23,10 +23,12 @@ NUM_PARTS = 8  # Of a step whose groups are handed on as they finish.
 class GeneratingSampler(Sampler):
     """A sampler whose groups go on between its runs, unless the sides are in lockstep."""
 
+    ahead = 0  # What is drawn of later steps; the loop of the generators sets it.
+    can_stop = False  # The trainers say when.
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.pauses = self.cfg.rollout.overlap == "lockstep"
-        self.can_stop = False  # The trainers say when.
         # An engine that has enough waits for the others to see it.
         self.seconds_between_looks = seconds_between_looks(self.engine.num_replicas)
 
@@ -59,11 +61,11 @@ class GeneratingSampler(Sampler):
         tickets, first = self.issue(self.pace().num_new(0, len(self.begun)), first)
         make_group = self.group_maker(sampling, self.engine_loop.version)
         num_samples = self.training_config.samples_per_prompt
-        groups = self.run_groups(
+        groups = self._run_groups(
             self.training, make_group, tickets, num_samples, [], is_called=is_called
         )
         self.training.groups |= {group.ticket: group for group in groups}
-        self.exchange_states([])
+        self._exchange_states([])
         self.take_back(tickets, ())
         return first
 
@@ -97,7 +99,7 @@ class GeneratingSampler(Sampler):
         while num_missing:
             tickets, first = self.issue(num_to_issue, first)
             num_groups = min(part, num_missing, len(self.begun) + len(tickets))
-            groups = self.run_groups(
+            groups = self._run_groups(
                 self.training,
                 make_group,
                 tickets,
@@ -105,7 +107,7 @@ class GeneratingSampler(Sampler):
                 [Goal(version, num_groups)],
                 is_called=is_called,
             )
-            states = self.exchange_states(groups)
+            states = self._exchange_states(groups)
             num_begun = self.take_back(tickets, states)
             chosen = {t for t, state in states.items() if state.is_varied}
             num_missing -= len(chosen)

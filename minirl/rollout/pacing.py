@@ -101,7 +101,7 @@ def pull(
     goals: list[Goal],
     store: dist.Store,
     number: int,
-    seconds: float = SECONDS_BETWEEN_LOOKS,
+    seconds: float | None = None,
 ) -> tuple[Iterator[int], IsEnough]:
     """Share tickets by counters on torchrun's store, so that long completions balance.
 
@@ -110,7 +110,8 @@ def pull(
         goals: what all engines together have to reach.
         store: the store that all ranks share.
         number: number of this call, the same on all engines and never used again.
-        seconds: between two looks at what other engines have finished.
+        seconds: between two looks at what other engines have finished; None:
+            SECONDS_BETWEEN_LOOKS.
 
     Returns:
         The tickets that no engine has taken when this one asks, and whether the goals are reached.
@@ -120,6 +121,8 @@ def pull(
         while (taken := store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
             yield tickets[taken]
 
+    if seconds is None:
+        seconds = SECONDS_BETWEEN_LOOKS
     return untaken(), _FinishedCounts(goals, store, f"minirl/finished/{number}", seconds).is_enough
 
 

@@ -28,7 +28,6 @@ from minirl.engine.loop import EngineLoop
 from minirl.envs import Agent, EnvMaker
 from minirl.rewards import Answer
 from minirl.rewards.scoring import Rewards
-from minirl.rollout import pacing
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import (
@@ -208,6 +207,9 @@ class Sampler:
             the run was resumed while their groups were unfinished.
     """
 
+    pauses = True  # Unfinished requests leave the engine when a run ends.
+    seconds_between_looks: float | None = None  # At what other engines have; None: pacing's.
+
     def __init__(
         self,
         engine: RolloutEngine,
@@ -246,11 +248,6 @@ class Sampler:
             self.endpoint = open_endpoint(self.engine_loop, prompts, cfg.endpoint)
         self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, make_env, self.endpoint)
         self.training = GroupScheduler(self.runner)
-        self.seconds_between_looks = pacing.SECONDS_BETWEEN_LOOKS
-        self.pauses = True  # Unfinished requests leave the engine when a run ends.
-        self.ahead = cfg.rollout.ahead  # Groups to begin beyond what a step needs.
-        # A signal interrupts a step: groups of several steps would have to finish first.
-        self.can_stop = bool(cfg.rollout.ahead)
         self.begun: dict[int, GroupState] = {}
         self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
@@ -298,7 +295,7 @@ class Sampler:
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         scheduler = GroupScheduler(self.runner)
-        groups = self.run_groups(
+        groups = self._run_groups(
             scheduler, make_group, tickets, num_samples, goals, pauses=True, can_stop=can_stop
         )
         if can_stop and self.mesh.agree_to_stop():
@@ -346,19 +343,14 @@ class Sampler:
             if not self.begun and not tickets:
                 break  # There is nothing to continue, and no extra prompt is left.
             goals.append(Goal(version, min(missing, len(self.begun) + len(tickets))))
-            groups = self.run_groups(
-                self.training,
-                make_group,
-                tickets,
-                cfg.samples_per_prompt,
-                goals,
-                can_stop=self.can_stop,
+            groups = self._run_groups(
+                self.training, make_group, tickets, cfg.samples_per_prompt, goals
             )
             if self.can_stop and self.mesh.agree_to_stop():
                 return None
             goals = []
             finished |= {group.ticket: group for group in groups}
-            states |= self.exchange_states(groups)
+            states |= self._exchange_states(groups)
             most_new -= self.take_back(tickets, states)
         return self._take_chosen(finished, states, pace.choose(states.values()), first)
 
@@ -367,6 +359,16 @@ class Sampler:
         """Return what a training step samples."""
         assert isinstance(self.cfg, RLConfig)  # Only training has steps.
         return self.cfg.rollout
+
+    @property
+    def ahead(self) -> int:
+        """Return how many groups to begin beyond what a step needs."""
+        return self.cfg.rollout.ahead
+
+    @property
+    def can_stop(self) -> bool:
+        """Return whether a signal interrupts a step: it would have to finish those of others."""
+        return bool(self.ahead)
 
     def pace(self) -> Pace:
         """Return the rules by which groups of training begin and are taken."""
@@ -407,7 +409,7 @@ class Sampler:
         self.waiting = sorted(self.waiting + unused)
         return len(tickets) - len(unused)
 
-    def exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
+    def _exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
         """Let all ranks know the groups of this one. Collective.
 
         Sets `begun` to the unfinished groups of all ranks.
@@ -532,7 +534,7 @@ class Sampler:
     # ----------------------------------------------------------------------------------------------
     # how tickets are shared among the engines
 
-    def run_groups(
+    def _run_groups(
         self,
         scheduler: GroupScheduler,
         make_group: Callable[[int], Group],
@@ -541,7 +543,7 @@ class Sampler:
         goals: list[Goal],
         *,
         pauses: bool = False,
-        can_stop: bool = False,
+        can_stop: bool | None = None,
         is_called: Callable[[], bool] | None = None,
     ) -> list[Group]:
         """Run groups until all ranks together have reached the goals.
@@ -553,7 +555,7 @@ class Sampler:
             num_samples: episodes of a group.
             goals: what is enough; the last one counts all groups.
             pauses: unfinished requests leave the engine at the end, whatever the overlap is.
-            can_stop: a signal ends it, too.
+            can_stop: a signal ends it, too; None: as `can_stop` of the sampler says.
             is_called: returns whether others wait for what is there; before, nothing is enough.
 
         Returns:
@@ -582,7 +584,8 @@ class Sampler:
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
 
         def may_end(versions: list[int]) -> bool:
-            if can_stop and self.mesh.watch.requested:
+            stops = self.can_stop if can_stop is None else can_stop
+            if stops and self.mesh.watch.requested:
                 return True
             return is_enough(versions) and (is_called is None or is_called())
 

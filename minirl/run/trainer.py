@@ -299,8 +299,8 @@ class BaseTrainer(abc.ABC):
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
         resolve_learning_rates(cfg)
-        cfg.policy.dtype = choose_dtype(cfg.policy.dtype, "policy.dtype", mesh.everyone)
-        resolve_dtypes(cfg, mesh.everyone.default_dtype())  # A critic's.
+        cfg.policy.dtype = choose_dtype(cfg.policy.dtype, "policy.dtype", mesh)
+        resolve_dtypes(cfg, mesh.default_dtype())  # A critic's.
         self.mesh = mesh
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current
