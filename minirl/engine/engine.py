@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -540,11 +540,16 @@ class RolloutEngine:
         self._num_steps, self._waiting_seconds = 0, 0.0
         return counts
 
-    def unfinished(self) -> Iterator[EngineOutput]:
-        """Yield what is new of requests that are neither finished nor streamed."""
+    def unfinished(self, request_ids: Collection[str] | None = None) -> Iterator[EngineOutput]:
+        """Yield what is new of requests that are neither finished nor streamed.
+
+        Args:
+            request_ids: of these; None: of all. What is known of their masks is said only once.
+        """
         final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         for state in self.llm.llm_engine.output_processor.request_states.values():
-            if state.output_kind == final_only:
+            is_asked = request_ids is None or state.external_req_id in request_ids
+            if is_asked and state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
                 new = self._output(state.external_req_id, tokens, logprobs, None)

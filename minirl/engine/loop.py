@@ -334,9 +334,8 @@ class EngineLoop:
         """
         cancelled = {key for key, (_, future) in self._running.items() if future.cancelled()}
         # Their tokens in the engine; those in `Request.done` count where the request was made.
-        for output in self.engine.unfinished() if cancelled else ():
-            if output.request_id in cancelled:
-                self.discarded_tokens += len(output.tokens)
+        for output in self.engine.unfinished(cancelled) if cancelled else ():
+            self.discarded_tokens += len(output.tokens)
         aborted = sorted(set(self._running) if aborts else cancelled)
         for request_id in aborted:
             del self._running[request_id]

@@ -30,14 +30,7 @@ from minirl.rewards import Answer
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.pacing import (
-    Goal,
-    GroupState,
-    IsEnough,
-    Pace,
-    deal,
-    pull,
-)
+from minirl.rollout.pacing import Goal, GroupState, IsEnough, Pace, deal, pull
 from minirl.types.packed import UNSET, Trajectory
 
 # Opens an endpoint (minirl/endpoint) of a loop, for prompts of these templates.
