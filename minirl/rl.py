@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
 Every rank runs this program, holds a shard of the policy and has a vLLM engine (or a part of one).
-`Trainer.train` is the whole algorithm; what it calls is one layer down.
+`Trainer.train` is the whole algorithm; what it calls is one layer down. With parallel.generators
+split.py runs in its place: there some ranks only train, by this trainer, and the others generate.
 """
 
 if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
