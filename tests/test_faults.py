@@ -706,6 +706,25 @@ def test_a_timer_that_is_set_is_never_cancelled_before_the_next(monkeypatch):
     assert calls[-1] == watch.SECONDS_TO_END
 
 
+KEEPS_LOCK = """
+import re
+from minirl.base import oversight
+from minirl.supervise.watch import Watch
+
+oversight.GRACE_SECONDS = 1.0
+watch = Watch()
+watch.listen()
+with watch.limit(1.0, lambda: "too slow"):
+    re.match("(a+)+$", "a" * 99 + "b")
+"""
+
+
+def test_the_first_limit_holds_though_no_thread_has_looked_yet():
+    """A small program may call a reward sooner than the limits are looked at the first time."""
+    ended = subprocess.run([sys.executable, "-c", KEEPS_LOCK], capture_output=True, timeout=60)
+    assert ended.returncode == 1 and b"Timeout" in ended.stderr, ended.stderr
+
+
 STOPPED = """
 import os, signal, sys, time
 from minirl.supervise.watch import Watch

@@ -47,8 +47,8 @@ class Oversight:
         self.clock = 0.0
         self.limits: list[Limit] = []
         self.arming = threading.Lock()
-        # When faulthandler ends this process, by time.monotonic(); infinity: never. Minus infinity:
-        # no limit may change it.
+        # When faulthandler ends this process, by time.monotonic(); infinity: no timer is set. Minus
+        # infinity: no limit may set one, as before somebody looks at them.
         self.armed_until = -math.inf
         self.beats = False
         self.requested = False

@@ -103,6 +103,7 @@ class Watch(Oversight):
             signal.siginterrupt(number, False)
         self._sources.register(signals, selectors.EVENT_READ)
         vars(os)["_exit"] = partial(self._refuse_exit, os.getpid())
+        self.armed_until = math.inf  # The first limit may begin before the thread looks at any.
         threading.Thread(target=self._run, args=(signals,), name="watch", daemon=True).start()
         threading.Thread(target=self._look_at_limits, name="limits", daemon=True).start()
 
