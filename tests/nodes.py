@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 
 from harness import PRELOAD
-from programs import Ended
+from programs import Ended, hold_port
 
 RANKS_PER_NODE = 2
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
@@ -165,9 +164,7 @@ class Job:
         self.flags = flags
         self.folder = log
         log.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind((nodes[0].address if not nodes[0].namespaces else "", 0))
-            self.port = free.getsockname()[1]
+        self.held, self.port = hold_port("" if nodes[0].namespaces else nodes[0].address)
         self.max_restarts = max_restarts
         self.agents: dict[int, Agent] = {}
         for i in range(len(nodes)):
@@ -221,6 +218,7 @@ class Job:
             for p in ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     p.kill()
+        self.held.close()
         codes = [agent.process.exitcode for agent in self.agents.values()]
         text = "".join(path.read_text() for path in sorted(self.folder.glob("agent-*.txt")))
         return Ended(next(filter(None, codes), 0), "", text)

@@ -151,14 +151,13 @@ def fork(
     for name in STREAMS:
         (log / name).write_text("")
     (log / "in.txt").write_text(text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        common = {
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free.getsockname()[1],
-        }
+    held, port = hold_port("127.0.0.1")
+    common = {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     environments = [
         {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         for rank in range(world)
@@ -182,10 +181,21 @@ def fork(
         for p in processes:
             p.kill()
             p.join()
+        held.close()
     return Ended(
         next(filter(None, [*codes, *(p.exitcode for p in processes)]), 0),
         *((log / name).read_text() for name in STREAMS),
     )
+
+
+def hold_port(address: str = "") -> tuple[socket.socket, int]:
+    """Return a free port and a socket that is bound to it: as long as it is open, the system gives
+    the port to nobody who asks for any free one. A server that asks for this port may still listen
+    there, if it sets SO_REUSEADDR, as torch's store and asyncio do."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held, held.getsockname()[1]
 
 
 STREAMS = ("out.txt", "err.txt")

@@ -31,6 +31,7 @@ from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import Sampling
 from minirl.rewards.http import RemoteReward
 from minirl.types.packed import Trajectory
+from programs import hold_port
 from test_server import HI, Scripted
 
 MB = 2**20
@@ -410,10 +411,12 @@ def scoring(score, **options):
             UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free one"
         ):
             serve(encode, score, ServeConfig(command="serve", model="x", port=port))
+    held, port = hold_port("127.0.0.1")
     cfg = ServeConfig(command="serve", model="x", port=port, **options)
     threading.Thread(target=serve, args=(encode, score, cfg), daemon=True).start()
     until(lambda: is_up(port))
     yield f"http://127.0.0.1:{port}/get_reward"
+    held.close()
 
 
 def is_up(port):

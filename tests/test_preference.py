@@ -40,7 +40,7 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
-from programs import ROOT, alone, as_flags, fork, rows_of
+from programs import ROOT, alone, as_flags, fork, hold_port, rows_of
 from test_gradients import exact_norm, worst
 
 # --------------------------------------------------------------------------------------------------
@@ -705,9 +705,7 @@ def export_scored(mesh, folder, out):
 def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
     """The program itself, asked by the reward that minirl.rl would ask with."""
     ranks(1, export_scored, tiny.make(tmp_path / "model"), tmp_path / "scored")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    held, port = hold_port("127.0.0.1")
     server = alone(
         "minirl.rm",
         as_flags(f"""
@@ -730,6 +728,7 @@ def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
     finally:
         server.process.kill()
         server.end(10)
+        held.close()
     model = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "scored", dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -4,7 +4,6 @@ what fails says which endpoint and why."""
 import contextlib
 import gzip
 import json
-import socket
 import threading
 import time
 import tracemalloc
@@ -20,7 +19,7 @@ from minirl.config.shared import RewardConfig
 from minirl.rewards import http, loading, scoring
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
-from programs import fork
+from programs import fork, hold_port
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
 
@@ -152,9 +151,9 @@ def test_a_refusal_is_not_tried_again(endpoint):
 
 def test_an_endpoint_that_is_down_or_slow_is_named(endpoint, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}/r"
-    with pytest.raises(UserError, match=rf"{url} failed after 2 tries .* ConnectError"):
+    held, port = hold_port("127.0.0.1")  # where nobody listens
+    url = f"http://127.0.0.1:{port}/r"
+    with held, pytest.raises(UserError, match=rf"{url} failed after 2 tries .* ConnectError"):
         made(url, retries=1)(ROW, "")
     release = threading.Event()
     slow = endpoint(lambda body: (release.wait(5), lengths(body))[1])
