@@ -370,14 +370,8 @@ def block_backward(
         do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row; its gradient would count twice
             do = do.masked_fill(r.filling[:, None, :, None], 0)
-        tensors = (
-            do,
-            _heads(q, r.queries),
-            _heads(k, r.keys),
-            _heads(v, r.keys),
-            _heads(out, r.queries),
-            _heads(lse, r.queries),
-        )
+        inputs = _heads(q, r.queries), _heads(k, r.keys), _heads(v, r.keys)
+        tensors = (do, *inputs, _heads(out, r.queries), _heads(lse, r.queries))
         bias = _bias(r, block, options, q)
         if _cpu_can(q, options):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

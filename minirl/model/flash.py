@@ -91,14 +91,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Attend from the queries of a block to its keys; see `attention.block_forward`."""
-    inputs = (
-        _pairs(q, block.rows),
-        _pairs(k, block.key_rows),
-        _pairs(v, block.key_rows),
-        block.cu_queries,
-        block.cu_keys,
-        *_longest(block),
-    )
+    rows, keys = block.rows, block.key_rows
+    inputs = (_pairs(q, rows), _pairs(k, keys), _pairs(v, keys), *_lengths(block))
     version = choose(q, options.softcap)
     if version:
         out, lse = package_forward(
@@ -127,17 +121,10 @@ def backward(
     options: Options,
 ) -> None:
     """Add the gradients of one block; see `attention.block_backward`."""
-    inputs = (
-        _pairs(dout, block.rows),
-        _pairs(q, block.rows),
-        _pairs(k, block.key_rows),
-        _pairs(v, block.key_rows),
-        _pairs(out, block.rows),
-        _pairs(lse.t(), block.rows, 1),
-        block.cu_queries,
-        block.cu_keys,
-        *_longest(block),
-    )
+    rows, keys = block.rows, block.key_rows
+    whole = _pairs(out, rows), _pairs(lse.t(), rows, 1)
+    here = _pairs(q, rows), _pairs(k, keys), _pairs(v, keys)
+    inputs = (_pairs(dout, rows), *here, *whole, *_lengths(block))
     version = choose(q, options.softcap)
     if version:
         block_gradients = package_backward(
@@ -154,20 +141,20 @@ def backward(
         block_gradients = torch.ops.aten._flash_attention_backward(
             *inputs, 0.0, block.causal, random_state, unused, **_arguments(block, options)
         )
+    indices = rows, keys, keys
     is_first = not gradients
-    indices = (block.rows, block.key_rows, block.key_rows)
     for number, gradient in enumerate(block_gradients):
-        rows = indices[number]
-        if is_first and rows is None:
+        index = indices[number]
+        if is_first and index is None:
             gradients.append(gradient)  # the sum so far
             continue
         if is_first:
             x = (q, k, v)[number]
             gradients.append(torch.zeros_like(x, memory_format=torch.contiguous_format))
-        if rows is None:
+        if index is None:
             gradients[number].add_(gradient)
         else:
-            gradients[number].index_add_(0, rows, gradient.to(gradients[number].dtype))
+            gradients[number].index_add_(0, index, gradient.to(gradients[number].dtype))
 
 
 def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
@@ -175,15 +162,16 @@ def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
     return (x if rows is None else x.index_select(dim, rows)).contiguous()
 
 
-def _longest(block: Block) -> tuple[int, int]:
-    """Return bounds of the queries and of the keys of a pair; of queries two at least.
+def _lengths(block: Block) -> tuple[Tensor, Tensor, int, int]:
+    """Return the running sums of queries and of keys, and bounds of both of a pair.
 
-    If a pair has one query at most, where all heads see all keys, FlashAttention-2 makes queries of
-    the heads that share a key (`seqlenq_ngroups_swapped` in its flash_api.cpp), and then ignores
-    the running sum of queries. It is for decoding; a bound of two computes the same without it.
+    The bound of queries is two at least. If a pair has one query at most, where all heads see all
+    keys, FlashAttention-2 makes queries of the heads that share a key (`seqlenq_ngroups_swapped` in
+    its flash_api.cpp), and then ignores the running sum of queries. It is for decoding; a bound of
+    two computes the same without it.
     """
     num_queries, num_keys = block.longest
-    return max(num_queries, 2), num_keys
+    return block.cu_queries, block.cu_keys, max(num_queries, 2), num_keys
 
 
 def _arguments(block: Block, options: Options) -> dict[str, float]:
@@ -199,23 +187,44 @@ def _arguments(block: Block, options: Options) -> dict[str, float]:
 # flash-attn's functions as operators of torch, with the arguments of torch's operator but for
 # `softcap` in the place of dropout. So tensors without values know them.
 
+_ARGUMENTS = (
+    "Tensor cu_queries, Tensor cu_keys, SymInt max_queries, SymInt max_keys, float softcap, "
+    "bool causal, *, int version, float scale, int window_size_left, int window_size_right"
+)
 
-@torch.library.custom_op("minirl::flash_attention_forward", mutates_args=())
+
+def _keywords(version: int, arguments: tuple, scale: float, **window: int) -> dict[str, Any]:
+    """Return the arguments that are no rows, by the names that a package has for them.
+
+    Args:
+        version: of FlashAttention.
+        arguments: those of `_ARGUMENTS` before the star.
+        scale: factor of the scores.
+        window: both sizes of the window.
+    """
+    cu_queries, cu_keys, max_queries, max_keys, softcap, causal = arguments
+    keywords: dict[str, Any] = {
+        "cu_seqlens_q": cu_queries,
+        "cu_seqlens_k": cu_keys,
+        "max_seqlen_q": max_queries,
+        "max_seqlen_k": max_keys,
+        "softmax_scale": scale,
+        "is_causal" if version == 3 else "causal": causal,
+    }
+    if version == 4:  # It has no softcaps, and None for all keys.
+        return keywords | {name: None if size < 0 else size for name, size in window.items()}
+    if version == 2:
+        keywords["dropout_p"] = 0.0
+    return keywords | window | {"softcap": softcap}
+
+
+@torch.library.custom_op(
+    "minirl::flash_attention_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)",
+)
 def package_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    max_queries: int,
-    max_keys: int,
-    softcap: float,
-    causal: bool,
-    *,
-    version: int,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, version: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the output [N, H, D], and the log-sum-exp [H, N] of the scores, float32.
 
@@ -223,60 +232,22 @@ def package_forward(
         q: queries [N, H, D], pair by pair, bfloat16 or float16.
         k: keys [M, Hkv, D].
         v: values [M, Hkv, D].
-        cu_queries: as in `Block`, like cu_keys.
-        cu_keys: int32 [pairs + 1].
-        max_queries: a bound of the queries of a pair.
-        max_keys: a bound of its keys.
-        softcap: c of scores c tanh(s / c); 0: none.
-        causal: the last query of a pair sees its last key, and each one before it one key less.
+        arguments: the others of the operator, in its order. `cu_queries` and `cu_keys` are as in
+            `Block`, int32 [pairs + 1]; `max_queries` and `max_keys` bounds of a pair's queries and
+            keys; `softcap` c of scores c tanh(s / c), 0 for none; `causal` whether the last query
+            of a pair sees its last key, and each one before it one key less.
         version: 2, 3 or 4, of FlashAttention.
-        scale: factor of the scores.
-        window_size_left: keys that a query sees before its last one; -1: all.
-        window_size_right: keys that a query sees after its own; -1: all.
+        options: `scale`, the factor of the scores; `window_size_left` and `window_size_right`, how
+            many keys a query sees before its last one and after its own, -1 for all.
     """
+    keywords = _keywords(version, arguments, **options)
     if version == 3:
-        results = flash3().fwd(
-            *(q, k, v),
-            cu_seqlens_q=cu_queries,
-            cu_seqlens_k=cu_keys,
-            max_seqlen_q=max_queries,
-            max_seqlen_k=max_keys,
-            softmax_scale=scale,
-            is_causal=causal,
-            window_size_left=window_size_left,
-            window_size_right=window_size_right,
-            softcap=softcap,
-            num_splits=1,
-        )
+        results = flash3().fwd(q, k, v, **keywords, num_splits=1)
     elif version == 4:
-        results = flash4()._flash_attn_fwd(
-            *(q, k, v),
-            cu_seqlens_q=cu_queries,
-            cu_seqlens_k=cu_keys,
-            max_seqlen_q=max_queries,
-            max_seqlen_k=max_keys,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=_or_none(window_size_left),
-            window_size_right=_or_none(window_size_right),
-            return_lse=True,
-        )
+        results = flash4()._flash_attn_fwd(q, k, v, **keywords, return_lse=True)
     else:
-        results = flash2()._flash_attn_varlen_forward(
-            *(q, k, v),
-            *(cu_queries, cu_keys, max_queries, max_keys),
-            0.0,
-            scale,
-            causal,
-            window_size_left,
-            window_size_right,
-            softcap,
-        )
+        results = flash2()._flash_attn_varlen_forward(q, k, v, **keywords)
     return results[0], results[1]
-
-
-def _or_none(window_size: int) -> int | None:
-    return None if window_size < 0 else window_size
 
 
 @package_forward.register_fake
@@ -284,79 +255,32 @@ def _(q: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
 
 
-@torch.library.custom_op("minirl::flash_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "minirl::flash_attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 def package_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    max_queries: int,
-    max_keys: int,
-    softcap: float,
-    causal: bool,
-    *,
-    version: int,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, version: int, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; in the same order of sums each time if torch asks for it.
 
-    The gradient `dout` of the output, the output and its log-sum-exp [H, N] may be of an attention
-    of which this is a part. The rest is as in `package_forward`.
+    The gradient `dout` of the output, and with `rest` begin the output and its log-sum-exp [H, N],
+    may be of an attention of which this is a part. The others are as in `package_forward`.
     """
+    out, lse, *arguments = rest
+    keywords = _keywords(version, tuple(arguments), **options)
     if version == 4:
-        return flash4()._flash_attn_bwd(
-            *(q, k, v, out, dout, lse),
-            cu_seqlens_q=cu_queries,
-            cu_seqlens_k=cu_keys,
-            max_seqlen_q=max_queries,
-            max_seqlen_k=max_keys,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=_or_none(window_size_left),
-            window_size_right=_or_none(window_size_right),
-        )
-    dq = torch.empty_like(q)
-    dk = torch.empty_like(k)
-    dv = torch.empty_like(v)
-    given = dout, q, k, v, out, lse, dq, dk, dv
-    deterministic = torch.are_deterministic_algorithms_enabled()
+        return flash4()._flash_attn_bwd(q, k, v, out, dout, lse, **keywords)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    given = (dout, q, k, v, out, lse, *gradients)
+    keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if version == 3:
-        flash3().bwd(
-            *given,
-            cu_seqlens_q=cu_queries,
-            cu_seqlens_k=cu_keys,
-            max_seqlen_q=max_queries,
-            max_seqlen_k=max_keys,
-            softmax_scale=scale,
-            is_causal=causal,
-            window_size_left=window_size_left,
-            window_size_right=window_size_right,
-            softcap=softcap,
-            deterministic=deterministic,
-        )
-        return dq, dk, dv
-    flash2()._flash_attn_varlen_backward(
-        *given,
-        cu_queries,
-        cu_keys,
-        max_queries,
-        max_keys,
-        0.0,
-        scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        None,
-        deterministic,
-    )
-    return dq, dk, dv
+        flash3().bwd(*given, **keywords)
+    else:
+        flash2()._flash_attn_varlen_backward(*given, **keywords, alibi_slopes=None)
+    return gradients
 
 
 @package_backward.register_fake
