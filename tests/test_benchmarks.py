@@ -79,6 +79,7 @@ LOADS = {
     "startup": (1, ["--prompts", 300, "--chats", 300]),
     "pacing": (0, ["--steps", 3]),
     "overlap": (0, ["--sizes", 8, "--what-ifs", 8, "--steps", 2]),
+    "overlap_runs": (0, ["--cases", "lockstep-1+1", "--sleep", 0.01, "--steps", 6]),
     "dump": (0, ["--trajectories", 8, "--tokens", 20, "--steps", 1]),
     # TRL's side needs an environment of its own, which only a network gives.
     "vs_trl": (
@@ -102,7 +103,17 @@ LOADS = {
 # Benchmarks that cannot do without a compiler.
 COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
-STARTING = ("long", "mesh", "algorithms", "lora", "mixture", "gpu", "vs_trl", "preempt")
+STARTING = (
+    "long",
+    "mesh",
+    "algorithms",
+    "lora",
+    "mixture",
+    "gpu",
+    "vs_trl",
+    "preempt",
+    "overlap_runs",
+)
 # Files that are parts of another one.
 PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
 PARTS |= {"preempt_compare", "preempt_job", "preempt_runs"}
@@ -156,6 +167,7 @@ SHOWN = {
         "| engines fail twice an hour for 5 minutes | | # (#) | # (#) |",
         "| generators are H20 | | # (#) | # (#) | |",
     ],
+    "overlap_runs": ["a step of the engine: # ms, # a sequence", "| lockstep-1+1 | # | # |"],
     "dump": [f"{name} # s, # CPU-s, # MB, # bytes a token" for name in ("lines", "tables")],
     "vs_trl": ["| grpo-natural | # | | | | |", "| dpo | # | | | | |"],
     "preempt": [
