@@ -92,7 +92,7 @@ import tiny  # noqa: E402
 from minirl.config.policy import PolicyConfig  # noqa: E402
 from minirl.config.rl import RefitConfig  # noqa: E402
 from minirl.config.shared import EngineConfig  # noqa: E402
-from minirl.engine import patches  # noqa: E402
+from minirl.engine import patches, start  # noqa: E402
 from minirl.engine.engine import RolloutEngine  # noqa: E402
 from minirl.parallel.machines import join_world  # noqa: E402
 from minirl.parallel.mesh import Mesh  # noqa: E402
@@ -108,7 +108,7 @@ class Engine(RolloutEngine):
         self.mesh = mesh
         self.vision = self.masses = None
         self.on_cuda = True
-        arguments = self._arguments(folder, "bfloat16", load_weights=False)
+        arguments = start.arguments(self, folder, "bfloat16", load_weights=False)
         config = EngineArgs(**arguments).create_engine_config()
         with vllm.config.set_current_vllm_config(config):
             distributed.init_distributed_environment(1, 0, "env://", 0, backend="gloo")

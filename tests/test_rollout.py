@@ -34,7 +34,7 @@ from minirl.data.prompts import Prompts
 from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import GemmaVision, read_vision
 from minirl.endpoint import open_endpoint
-from minirl.engine import compat, patches
+from minirl.engine import compat, patches, start
 from minirl.engine.cpu import cpu_build, prompts
 from minirl.engine.cpu.cpu_build import NOT_ON_CPU
 from minirl.engine.engine import RolloutEngine, Sampling, resolve_num_seqs
@@ -667,7 +667,7 @@ def cuda_arguments(mesh, folder, eager):
     engine.cfg = EngineConfig(max_model_len=64, max_num_seqs=300, enforce_eager=eager)
     engine.on_cuda, engine.vision, engine.masses = True, object(), None
     engine.sleeps = "all"
-    arguments = engine._arguments(folder, "bfloat16", False)
+    arguments = start.arguments(engine, folder, "bfloat16", load_weights=False)
     unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     graphs = CompilationConfig(**arguments.get("compilation_config", {}))
     return unknown, graphs.max_cudagraph_capture_size

@@ -5,13 +5,8 @@ In minirl only this folder and endpoint/ import vLLM. Versions 0.26 (torch 2.11)
 """
 
 import contextlib
-import dataclasses
-import functools
 import gc
-import logging
 import math
-import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,28 +19,16 @@ from torch import Tensor
 
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
-from minirl.config.shared import FEWEST_SEQS, MOST_SEQS, EngineConfig, Sleep
+from minirl.config.shared import EngineConfig, Sleep
 from minirl.data.images import rgb
-from minirl.data.vision import GemmaVision, Vision
+from minirl.data.vision import Vision
 from minirl.engine import compat, patches
-from minirl.engine.cpu import cpu_build, packed, prompts
-from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
+from minirl.engine.cpu import packed, prompts
+from minirl.engine.grammars import LEAST_MASS, Guide, MassRecorder, to_vllm
 from minirl.engine.routed_experts import ReturnedRoutes, SlotRoutes
+from minirl.engine.start import memory_remedy, resolve_num_seqs, start_vllm
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-
-# Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
-# weights are out of reach.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-
-# What vLLM asserts of the device's memory, as if nobody else used it.
-_MEMORY_ASSERTIONS = ("Error in memory profiling", "Memory usage increased after sleeping")
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -136,12 +119,11 @@ class RolloutEngine:
         self.sleeps: Sleep = "all" if cfg.sleep == "auto" else cfg.sleep
         if not self.on_cuda:
             self.sleeps = "none"
-        # The functions that vLLM compiles are small: on CPU that takes longer than a short run.
-        interpret = functools.partial(torch.compiler.set_stance, "force_eager")
-        self.uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = (
-            contextlib.nullcontext if self.on_cuda else interpret
-        )
-        self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
+        with self.uncompiled():
+            self.llm = start_vllm(self, folder, dtype, load_weights=load_weights, routes=routes)
+        import vllm  # in the environment that has been set
+
+        self.vllm: Any = vllm
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
         self.latent = patches.latent_layers(self.model)
@@ -170,101 +152,14 @@ class RolloutEngine:
         self._asleep: tuple[str, ...] = ()  # Tags of vLLM's that are.
         self.timer.unmapped_bytes = self.unmapped_bytes
 
-    def _start(self, folder: Path, dtype: str, load_weights: bool, routes: bool) -> tuple[Any, Any]:
-        """Return vLLM and an instance of `vllm.LLM`; arguments are those of the constructor."""
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
-        with patches.keep_process_state(), quiet, self.uncompiled():
-            logging.getLogger("vllm").setLevel(logging.ERROR)
-            gc.disable()  # As in supervise/cli.py.
-            import vllm
-            import vllm.entrypoints.llm  # which `vllm.LLM` would import later
+    def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        """Interpret on CPU, inside the block, the functions that vLLM compiles.
 
-            gc.enable()
-
-            compat.check_version()
-            compat.check_family(folder)
-            patches.patch_transformers_base()
-            if not self.on_cuda:
-                cpu_build.patch_cpu(self.mesh)
-            if isinstance(self.vision, GemmaVision):
-                patches.patch_newlines(self.vision)
-            if self.vision and self.vision.sees_ahead != "never" and not self.on_cuda:
-                cpu_build.patch_images(self.vision)
-            if self.masses:
-                patch_masks(self.masses)
-            arguments = self._arguments(folder, dtype, load_weights)
-            if routes and self.on_cuda:
-                compat.check_routes()
-                arguments["enable_return_routed_experts"] = True
-            if not routes:  # They come with each token, from vLLM's own scheduler.
-                arguments["scheduler_cls"] = "minirl.engine.scheduler.make_scheduler"
-            try:
-                return vllm, vllm.LLM(**arguments)
-            except (ValueError, RuntimeError, AssertionError) as error:
-                if isinstance(error, AssertionError) and not _is_about_memory(error):
-                    raise
-                remedy = compat.remedy(error) + _memory_remedy(error)
-                if self.on_cuda:
-                    reserved = torch.cuda.memory_reserved() / 2**30
-                    remedy += (
-                        f"\nThis process's tensors have {reserved:.1f} GiB of the GPU. Lower "
-                        "engine.gpu_memory_utilization, or end other processes; if the weights do "
-                        "not fit, raise engine.tensor_parallel_size; if the KV cache does not, "
-                        "lower engine.max_model_len. `python -m minirl.plan` shows what takes what"
-                    )
-                raise UserError(
-                    f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
-                    f"{error}{remedy}"
-                ) from error
-
-    def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`."""
-        cfg = self.cfg
-        change = patches.config_of_files if load_weights else patches.config_of_policy
-        arguments: dict[str, Any] = {
-            "model": str(folder),
-            "dtype": dtype,
-            "hf_overrides": change,
-            "load_format": "auto" if load_weights or self.vision else "dummy",
-            "skip_tokenizer_init": not (self.vision or self.masses),
-            "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": cfg.tensor_parallel_size,
-            "max_model_len": cfg.max_model_len,
-            "max_num_seqs": cfg.max_num_seqs,
-            "seed": 0,
-            "disable_log_stats": True,
-            # Raw log-probs ignore the temperature; the ratio to the trainer's needs those of the
-            # sampling distribution.
-            "logprobs_mode": "processed_logprobs",
-        }
-        if self.vision:
-            arguments |= {
-                "limit_mm_per_prompt": {"image": cfg.max_images, "video": 0, "audio": 0},
-                "skip_mm_profiling": not self.on_cuda,
-                "mm_processor_cache_gb": 1.0,
-            }
-        if self.masses:
-            arguments["structured_outputs_config"] = {"backend": "xgrammar"}
-        if cfg.kv_cache_gb or not self.on_cuda:
-            arguments["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
-        if self.on_cuda and not cfg.enforce_eager:
-            # A CUDA graph for every number of running sequences. By itself vLLM makes them for up
-            # to twice as many tokens, but for 512 at most. Its sizes are multiples of 16 (up to
-            # 256, of 8), and a limit between two of them would leave out the largest numbers.
-            largest = 16 * math.ceil(cfg.max_num_seqs / 16)
-            arguments["compilation_config"] = {"max_cudagraph_capture_size": largest}
+        They are small, and to compile them takes longer than a short run.
+        """
         if self.on_cuda:
-            return arguments | {
-                "enable_sleep_mode": self.sleeps != "none",
-                "gpu_memory_utilization": cfg.gpu_memory_utilization,
-                "enforce_eager": cfg.enforce_eager,
-                "disable_custom_all_reduce": True,
-                # Other backends shuffle expert weights after loading; a refit would miss them.
-                "moe_backend": "triton",
-            }
-        return arguments | cpu_build.arguments(cfg, folder, dtype)
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     # ----------------------------------------------------------------------------------------------
     # weights
@@ -374,18 +269,16 @@ class RolloutEngine:
                 compat.discard_cache(self.llm.llm_engine.model_executor)
                 self._asleep = ("kv_cache",)
             else:
-                self._sleep_whole()
+                try:
+                    self.llm.sleep(level=self.cfg.sleep_level)
+                except AssertionError as error:
+                    remedy = memory_remedy(error)
+                    if not remedy:
+                        raise
+                    message = f"the vLLM engine did not fall asleep: {error}{remedy}"
+                    raise UserError(message) from error
                 self._asleep = ("weights", "kv_cache")
         self.timer.note_device("engine_asleep")
-
-    def _sleep_whole(self) -> None:
-        try:
-            self.llm.sleep(level=self.cfg.sleep_level)
-        except AssertionError as error:
-            if not _is_about_memory(error):
-                raise
-            remedy = _memory_remedy(error)
-            raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
 
     def _wake(self, tag: str) -> None:
         """Let vLLM map again what it calls by this tag, if it is asleep."""
@@ -615,33 +508,3 @@ class RolloutEngine:
         packed.forget()
         gc.collect()
         self.vllm.distributed.destroy_model_parallel()
-
-
-def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineConfig:
-    """Replace max_num_seqs = 0 by what it stands for.
-
-    Args:
-        cfg: the engine's settings.
-        mesh: all ranks.
-        num_answers: answers that all engines together are asked for at once.
-    """
-    if cfg.max_num_seqs:
-        return cfg
-    share = 0
-    if mesh.device.type == "cuda":
-        num_engines = mesh.world_size // cfg.tensor_parallel_size
-        share = math.ceil(num_answers / num_engines)
-    num_seqs = min(max(share, FEWEST_SEQS), MOST_SEQS)
-    return dataclasses.replace(cfg, max_num_seqs=num_seqs)
-
-
-def _is_about_memory(error: Exception) -> bool:
-    """Return whether vLLM saw the device's free memory change by another process."""
-    return isinstance(error, AssertionError) and str(error).startswith(_MEMORY_ASSERTIONS)
-
-
-def _memory_remedy(error: Exception) -> str:
-    """Return what to do about another process that uses the device, as the end of a message."""
-    if not _is_about_memory(error):
-        return ""
-    return " Another process took or freed memory of this GPU meanwhile: end it, or let it wait"
