@@ -41,6 +41,20 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
+SLEEPS = """
+import asyncio
+from minirl.envs import Env, Result
+
+class Sleeps(Env):
+    graded = True
+    async def reset(self, row):
+        return row["prompt"]
+    async def step(self, state):
+        await asyncio.sleep(0.2)
+        return Result(observation="more", done=state.turn == 5)
+"""
+
+
 def settings(data: Path, output: Path, **changes: object) -> list[str]:
     given = {
         "policy.model": "scratch",
@@ -234,11 +248,15 @@ def test_stream_has_the_gradients_of_the_colocated_step(data, tmp_path, method):
 @pytest.mark.parametrize(("tickets", "ahead"), [("pull", 0), ("round_robin", 2)])
 def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets, ahead):
     bound = 2
+    # An answer takes longer than a training step, on any machine.
+    (tmp_path / "env.py").write_text(SLEEPS)
     changes = {
+        "env.name": f"{tmp_path}/env.py:Sleeps",
+        "env.max_turns": 6,
         "rollout.overlap": "inflight",
         "rollout.max_staleness": bound,
         "rollout.dump": True,
-        "rollout.max_tokens": 40,
+        "rollout.max_tokens": 8,
         "rollout.tickets": tickets,
         "rollout.ahead": ahead,
         "rollout.prompts_per_step": 2,
@@ -281,19 +299,6 @@ def test_kept_keys_are_those_of_the_weights_before(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # what it is for
-
-SLEEPS = """
-import asyncio
-from minirl.envs import Env, Result
-
-class Sleeps(Env):
-    graded = True
-    async def reset(self, row):
-        return row["prompt"]
-    async def step(self, state):
-        await asyncio.sleep(0.2)
-        return Result(observation="more", done=state.turn == 5)
-"""
 
 
 def timed(main, world, flags, generators) -> float:
