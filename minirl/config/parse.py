@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import itertools
 import json
@@ -201,6 +202,13 @@ def flatten(values: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
+@functools.cache  # It takes a tenth of a second.
+def _model_of(cls: type) -> Any:
+    """Return the model of pydantic that has an instance of a config class as `cfg`."""
+    strict = pydantic.ConfigDict(strict=True, extra="forbid")
+    return pydantic.create_model("Config", __config__=strict, cfg=(cls, ...))
+
+
 def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> Any:
     """Make a config class from nested mappings.
 
@@ -214,11 +222,9 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
         UserError: for a key that does not exist (naming the closest that does), and for a value of
             the wrong type or out of its bounds.
     """
-    strict = pydantic.ConfigDict(strict=True, extra="forbid")
-    model: Any = pydantic.create_model("Config", __config__=strict, cfg=(cls, ...))
     as_json = json.dumps({"cfg": values}, default=str)  # a date as a text
     try:
-        return model.model_validate_json(as_json).cfg  # by JSON's types: lists become tuples
+        return _model_of(cls).model_validate_json(as_json).cfg  # by JSON's types: lists are tuples
     except pydantic.ValidationError as error:
         first = error.errors()[0]
 
