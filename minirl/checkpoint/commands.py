@@ -3,7 +3,9 @@
 Adapters are merged a file at a time, without a model in memory.
 """
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,11 @@ from minirl.checkpoint.exporting import (
 from minirl.checkpoint.finding import find_damage, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.parse import load_config
-from minirl.config.policy import LoraConfig, PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.config.shared import ExportConfig
 from minirl.config.validate import check_run
-from minirl.model import build, causal, families, loading
+from minirl.model import build, causal, loading
 from minirl.model.adapters import files, lora, nf4
-from minirl.model.adapters.lora import merge as merge_weight
 from minirl.model.causal import CausalModel
 from minirl.model.loading import open_weights
 from minirl.model.score import SCORE
@@ -106,100 +107,77 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
         )
 
     dtype = getattr(torch, policy.dtype)
+    trained_dtype = torch.promote_types(dtype, torch.float32)
+    config = build.read_config(source)
     shapes = saved_shapes(checkpoint)
-    if not policy.lora.rank:
-        if build.read_config(source).tie_word_embeddings:
+    if policy.lora.rank:
+        # The base on the meta device with its adapters, and tensors for what is trained.
+        new = frozenset({SCORE} & shapes.keys())
+        model = build.make_meta_model(config, dtype, score=SCORE in new)
+        model.adapters = lora.attach(model, policy.lora, trained_dtype, "policy.lora", new=new)
+        trained = {}
+        for name, p in causal.trained(model).items():
+            trained[name] = torch.empty(p.shape, dtype=trained_dtype)
+        read_state(checkpoint, {"model": trained}, alone=True)
+        if cfg.adapter:
+            tensors = {}
+            for name, t in trained.items():
+                tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
+            described = files.describe(model, policy.lora, source)
+            publish_adapter(tensors, described, output, mesh)
+        else:
+            shapes = {name: t.shape for name, t in causal.tensors(model).items()}
+            plan = plan_folder(source, shapes, dtype, mesh.world_size)
+            read_files = partial(read_merged, plan, model, open_weights(source), trained)
+            write_model(plan, read_files, output, mesh)
+    else:
+        if config.tie_word_embeddings:
             shapes.pop("lm_head.weight", None)
-        master_dtype = torch.promote_types(dtype, torch.float32)
 
         def read(names: list[str]) -> dict[str, Tensor]:
-            whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
+            whole = {name: torch.empty(shapes[name], dtype=trained_dtype) for name in names}
             read_state(checkpoint, {"model": whole}, alone=True)
             return whole
 
         write_model(plan_folder(source, shapes, dtype, mesh.world_size), read, output, mesh)
-    else:
-        new = frozenset({SCORE} & shapes.keys())
-        base = Base(source, policy.lora, dtype, "policy.lora", new)
-        read_state(checkpoint, {"model": base.trained}, alone=True)
-        if cfg.adapter:
-            tensors = {}
-            for name, t in base.trained.items():
-                tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
-            described = files.describe(base.model, policy.lora, source)
-            publish_adapter(tensors, described, output, mesh)
-        else:
-            write_model(base.plan(mesh), base.read, output, mesh)
     if mesh.rank == 0:
         print(output)
 
 
-class Base:
-    """The files of a model that an adapter adapts, and what it is made of.
+def read_merged(
+    plan: FolderPlan,
+    model: CausalModel,
+    weights: dict[str, Any],
+    trained: dict[str, Tensor],
+    names: list[str],
+) -> dict[str, Tensor]:
+    """Return tensors of a model with its adapters merged.
 
-    Attributes:
-        model: the base on the meta device, with its adapters.
-        trained: tensors for what is trained, whole and in its dtype, by name; not filled.
-        shapes: the shape of each tensor of the merged model, by name.
+    Args:
+        plan: the folder that they are written to.
+        model: on the meta device, with adapters.
+        weights: those of the base, as `open_weights` returns them.
+        trained: the values of what is trained, whole, by name.
+        names: the tensors to return.
     """
-
-    def __init__(
-        self, folder: Path, cfg: LoraConfig, dtype: torch.dtype, setting: str, new: frozenset[str]
-    ):
-        """Read what files there are.
-
-        Args:
-            folder: the folder of the base.
-            cfg: the settings of the adapters.
-            dtype: the dtype of the base in computation, and of the merged files.
-            setting: what holds the settings, for messages.
-            new: names of parameters that are trained whole, besides `cfg.modules_to_save`.
-
-        Raises:
-            UserError: the model cannot have these adapters.
-        """
-        self.folder = folder
-        self.dtype = dtype
-        config = build.read_config(folder)
-        self.model: CausalModel = build.make_meta_model(config, dtype, score=SCORE in new)
-        wide = torch.promote_types(dtype, torch.float32)
-        self.adapters = lora.attach(self.model, cfg, wide, setting, new=new)
-        self.model.adapters = self.adapters
-        self.weights = open_weights(folder)
-        self.trained: dict[str, Tensor] = {}
-        for name, p in causal.trained(self.model).items():
-            self.trained[name] = torch.empty(p.shape, dtype=wide)
-        self.shapes: dict[str, torch.Size] = {}
-        for name, t in causal.tensors(self.model).items():
-            self.shapes[name] = t.shape
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
-        for name, b in self.trained.items():
-            if name.endswith(LORA_B):
-                a = self.trained[name.removesuffix(LORA_B) + LORA_A]
-                self.factors[lora.weight_of(name)] = (b, a)
-
-    def plan(self, mesh: Mesh) -> FolderPlan:
-        """Return what is written where of the merged model."""
-        return plan_folder(self.folder, self.shapes, self.dtype, mesh.world_size)
-
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Return tensors of the merged model, when `trained` has been filled."""
-        buffers = causal.buffers(self.model)
-        merged = {}
-        for name in names:
-            if name in self.trained:
-                merged[name] = self.trained[name]
-                continue
-            slices = families.checkpoint_slices(self.model.config, name, self.shapes[name])
-            dtype = buffers[name].dtype if name in buffers else self.dtype
-            whole = torch.empty(self.shapes[name], dtype=dtype)
-            loading.fill_shard(whole, slices, self.weights)
-            if name in self.adapters.packed:
-                whole = nf4.rounded(whole)
-            if name in self.factors:
-                whole = merge_weight(whole, *self.factors[name], self.adapters.scale)
-            merged[name] = whole
-        return merged
+    assert model.adapters
+    buffers = causal.buffers(model)
+    merged = {}
+    for name in names:
+        if name in trained:
+            merged[name] = trained[name]
+            continue
+        dtype = buffers[name].dtype if name in buffers else plan.dtype
+        whole = torch.empty(plan.shapes[name], dtype=dtype)
+        loading.fill_shard(whole, plan.slices[name], weights)
+        if name in model.adapters.packed:
+            whole = nf4.rounded(whole)
+        module, _, weight = name.rpartition(".")
+        a, b = (f"{module}.{lora.adapter_of(weight, which)}" for which in (LORA_A, LORA_B))
+        if b in trained:
+            whole = lora.merge(whole, trained[b], trained[a], model.adapters.scale)
+        merged[name] = whole
+    return merged
 
 
 def write_model(plan: FolderPlan, read: Reader, output: Path, mesh: Mesh) -> None:
@@ -212,5 +190,5 @@ def write_model(plan: FolderPlan, read: Reader, output: Path, mesh: Mesh) -> Non
         mesh: the ranks, which share the files.
     """
     exporter = Exporter(mesh)
-    exporter.write(output, lambda partial: write_files_of_rank(plan, partial, mesh.rank, read))
+    exporter.write(output, lambda folder: write_files_of_rank(plan, folder, mesh.rank, read))
     exporter.wait()
