@@ -66,7 +66,7 @@ Case = Literal[
     "grpo-natural", "grpo-forced", "grpo-long", "sft-packed", "sft-unpacked", "dpo", "rm"
 ]
 Side = Literal["minirl", "trl", "trl-vllm"]
-PROGRAMS: dict[str, tuple[type, Callable[[Any, Mesh], None]]] = {
+PROGRAMS: dict[str, tuple[type, Callable[[Any, Mesh], object]]] = {
     "grpo": (RLConfig, rl.Trainer.main),
     "sft": (SFTConfig, SupervisedTrainer.main),
     "dpo": (DPOConfig, dpo.DPOTrainer.main),

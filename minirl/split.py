@@ -96,7 +96,7 @@ def main(cfg: RLConfig, mesh: Mesh) -> None:
         generators.train()
     else:
         sides = {"lockstep": LockstepTrainers, "stream": StreamTrainers, "inflight": Trainers}
-        trainers = sides[cfg.rollout.overlap].run_to_end(cfg, mesh)
+        trainers = sides[cfg.rollout.overlap].main(cfg, mesh)
         trainers.dismiss()
 
 

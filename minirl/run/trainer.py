@@ -354,13 +354,8 @@ class BaseTrainer(abc.ABC):
         """Train from the first step of the run to the last, and write the results."""
 
     @classmethod
-    def main(cls, cfg: TrainingConfig, mesh: Mesh) -> None:
-        """Make the program and train; finish a checkpoint under way however training ends."""
-        cls.run_to_end(cfg, mesh)
-
-    @classmethod
-    def run_to_end(cls, cfg: TrainingConfig, mesh: Mesh) -> Self:
-        """Do what `main` does, and return the program."""
+    def main(cls, cfg: TrainingConfig, mesh: Mesh) -> Self:
+        """Make the program, train and return it; finish a checkpoint however training ends."""
         with run_folder.released(Path(cfg.output)):
             program = cls(cfg, mesh)
             mesh.watch.can_save = True  # from here on a signal asks to save, then to end

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
 
 
-def run(config: type, program: "str | Callable[[Any, Mesh], None]", split: str = "") -> NoReturn:
+def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str = "") -> NoReturn:
     """Read the flags, join the other ranks, run the program and leave.
 
     Exit code 0: done, or stopped by a signal with a checkpoint to resume from. 2: a mistake that

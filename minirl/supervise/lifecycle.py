@@ -47,7 +47,7 @@ def run(
     config: type,
     cfg: Any,
     mistake: UserError | None,
-    program: str | Callable[[Any, Mesh], None],
+    program: str | Callable[[Any, Mesh], object],
 ) -> NoReturn:
     """Join the other ranks, run the program and leave.
 
