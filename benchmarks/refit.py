@@ -21,6 +21,7 @@ from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
+from minirl.refit.record import full_gather
 from minirl.refit.refit import Refit
 from minirl.supervise import cli
 from minirl.train.policy import Policy
@@ -61,7 +62,7 @@ def measure(cfg: Load, mesh: Mesh, folder: Path) -> None:
     times = timed(refit, mesh)
     rows = [("refit", *times, refit.bytes_received / MIB, refit.peak_bytes / MIB)]
 
-    times = timed(refit.full_gather, mesh)
+    times = timed(lambda: full_gather(refit), mesh)
     num_elements = sum(p.numel() for p in shards.values())
     received = num_elements * MASTER_BYTES * (mesh.world_size - 1) / mesh.world_size
     # One weight at a time is whole, as the trainer has it and as the engine wants it.

@@ -25,7 +25,7 @@ from minirl.model.adapters.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import ShardAdamW
-from minirl.parallel.storage import dequantize, dynamic_code, quantize
+from minirl.parallel.storage import HostMemory, dequantize, dynamic_code, quantize
 from minirl.parallel.tensor import LORA_B
 from minirl.rl import Trainer
 from minirl.train import parameter_groups
@@ -343,6 +343,15 @@ def test_offloaded_state_takes_no_memory_between_steps_and_changes_nothing(folde
             )
             == []
         )
+
+
+def test_an_empty_shard_goes_to_host_memory_and_comes_back():
+    """A rank has no row of a parameter with fewer rows than there are ranks."""
+    shard = torch.empty(0, 3)
+    memory = HostMemory()
+    memory.keep("bias", shard)
+    memory.bring_back("bias", shard)
+    assert shard.shape == (0, 3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -47,12 +47,8 @@ class Routers:
         self.top_k: int = config.experts_per_token
 
 
-class ReturnedRoutes:
+class ReturnedRoutes(Routers):
     """Routes as vLLM returns them with its outputs."""
-
-    def __init__(self, model: Any):
-        """Take the engine's model, which has a mixture of experts."""
-        self._mixtures = Routers(model)
 
     def add(self, request_id: str, internal_id: str) -> None:
         """Note a request that was added."""
@@ -73,10 +69,10 @@ class ReturnedRoutes:
         """Return the mixtures' part of [R, layers, k]."""
         if experts is None:
             return None
-        return narrow(experts[:, self._mixtures.layers], self._mixtures.num_experts)
+        return narrow(experts[:, self.layers], self.num_experts)
 
 
-class SlotRoutes:
+class SlotRoutes(Routers):
     """Routes by slots of the KV cache, in the CPU build.
 
     Each router's choice is written where the key of the token goes. So tokens that requests share
@@ -96,10 +92,10 @@ class SlotRoutes:
         """
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+        super().__init__(model)
         engine = llm.llm_engine
         self._runner = engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = engine.engine_core.engine_core.scheduler
-        self._mixtures = Routers(model)
         cache = self._runner.kv_cache_config
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         # Blocks that a sliding window has left are freed while the request runs.
@@ -111,10 +107,10 @@ class SlotRoutes:
         )
         self._group = whole[0]
         self._block_size = specs[self._group].block_size
-        shape = (cache.num_blocks, self._block_size, len(self._mixtures.layers))
-        self._slots = torch.zeros(*shape, self._mixtures.top_k, dtype=torch.int16)
+        shape = (cache.num_blocks, self._block_size, len(self.layers), self.top_k)
+        self._slots = torch.zeros(shape, dtype=torch.int16)
         self._internal_ids: dict[str, str] = {}
-        for number, runner in enumerate(self._mixtures.runners):
+        for number, runner in enumerate(self.runners):
             runner.router.set_capture_fn(partial(self._write, number))
         self._execute = self._runner.execute_model
         self._runner.execute_model = self._execute_model
@@ -164,4 +160,4 @@ class SlotRoutes:
         blocks = torch.tensor(block_ids[self._group])
         routes = self._slots[blocks].flatten(0, 1)[:num_tokens]
         assert len(routes) == num_tokens, (len(routes), num_tokens)
-        return narrow(routes.numpy(), self._mixtures.num_experts)
+        return narrow(routes.numpy(), self.num_experts)

@@ -6,48 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minirl.parallel.fsdp import local, reshard
-from minirl.parallel.storage import HostMemory
-
-
-class _Part:
-    """Some tensors of a model, on the device or in host memory."""
-
-    def __init__(self):
-        self.memory = HostMemory()
-        self.asleep: list[Tensor] = []
-        self._numbers: dict[int, int] = {}  # In `asleep`, by storage.
-
-    def sleep(self, tensors: list[Tensor]) -> None:
-        """Copy tensors to the host and free their storages, each once; views share theirs."""
-        by_storage = {}
-        for t in tensors:
-            storage = t.untyped_storage()
-            # With CPU offload the shards are on the host already.
-            if storage.nbytes() and (t.is_cuda or not torch.cuda.is_available()):
-                by_storage[storage._cdata] = t
-        for storage, t in by_storage.items():
-            self.memory.keep(len(self.asleep), t)
-            self._numbers[storage] = len(self.asleep)
-            self.asleep.append(t)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        for t in by_storage.values():
-            t.untyped_storage().resize_(0)
-        torch.cuda.empty_cache()  # which does nothing without CUDA
-
-    def wake(self) -> None:
-        """Bring back what is asleep."""
-        for i, t in enumerate(self.asleep):
-            self.memory.bring_back(i, t)
-        if self.asleep and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.asleep.clear()
-        self._numbers.clear()
-
-    def values(self, t: Tensor) -> Tensor:
-        """Return a tensor, or if it is asleep, a copy of it on its device."""
-        number = self._numbers.get(t.untyped_storage()._cdata)
-        return t if number is None else self.memory.copy_of(number, t)
+from minirl.parallel.storage import SleepingTensors
 
 
 class Sleeper:
@@ -80,9 +39,9 @@ class Sleeper:
         self.optimizer_state = optimizer_state
         # Without CUDA there is no other memory to move to, and nothing is offloaded.
         self.active = active and torch.cuda.is_available()
-        self._state = _Part()
-        self._parameters = _Part()
-        self._base = _Part()
+        self._state = SleepingTensors()
+        self._parameters = SleepingTensors()
+        self._base = SleepingTensors()
         self.base = base
 
     def sleep_optimizer(self) -> None:
@@ -117,12 +76,14 @@ class Sleeper:
 
     def wake_optimizer(self) -> None:
         """Reload the optimizer's state, if it is offloaded."""
-        self._state.wake()
+        if self._state.asleep:
+            self._state.wake()
 
     def wake_parameters(self) -> None:
         """Reload the parameters, if they are offloaded."""
-        self._parameters.wake()
-        self._base.wake()
+        for part in (self._parameters, self._base):
+            if part.asleep:
+                part.wake()
 
     @property
     def host_bytes(self) -> int:

@@ -60,8 +60,6 @@ class Optimizer:
         self.ema_decay = 0.0
         # (parameter, key of its state) -> codes and scales of 8 bits.
         self._codes: dict[tuple[Tensor, str], tuple[Tensor, Tensor]] = {}
-        # The same of state that is in host memory.
-        self._on_host: set[tuple[Tensor, str]] = set()
         self._host_memory = HostMemory()
         if cfg.ema_decay:
             for part in parts:
@@ -141,7 +139,6 @@ class Optimizer:
         for p, key, t in _entries(part, params):
             if self.rest == "offload" and t.ndim:
                 self._host_memory.keep((p, key), t)
-                self._on_host.add((p, key))
             elif self.rest == "8bit" and key in SIGNED and p.numel() >= SMALL:
                 self._codes[p, key] = quantize(t, signed=SIGNED[key])
             else:
@@ -152,8 +149,7 @@ class Optimizer:
     def _restore(self, part: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         """Bring the stored state of parameters back into its tensors."""
         for p, key, t in _entries(part, params):
-            if (p, key) in self._on_host:
-                self._on_host.remove((p, key))
+            if self.rest == "offload" and not t.untyped_storage().nbytes():
                 self._host_memory.bring_back((p, key), t)
             elif (p, key) in self._codes:
                 codes, scales = self._codes.pop((p, key))

@@ -32,7 +32,7 @@ class HostMemory:
     def keep(self, name: Hashable, t: Tensor) -> None:
         """Begin to copy a tensor's storage; the tensor of a name must always have the same size."""
         source = _bytes_of(t)
-        place = self._places.get(name, [])
+        place = self._places.setdefault(name, [])
         if sum(map(len, place)) != len(source):
             place = self._places[name] = self._take(len(source), pin_memory=t.is_cuda)
         for part, piece in zip(place, source.split([len(part) for part in place]), strict=True):
@@ -77,6 +77,47 @@ def _bytes_of(t: Tensor) -> Tensor:
     """Return a tensor's whole storage, uint8 [bytes]."""
     num_elements = t.untyped_storage().nbytes() // t.itemsize
     return t.detach().as_strided((num_elements,), (1,), 0).view(torch.uint8)
+
+
+class SleepingTensors:
+    """Tensors whose storages are in host memory until they wake."""
+
+    def __init__(self):
+        self.memory = HostMemory()
+        self.asleep: list[Tensor] = []
+        self._numbers: dict[int, int] = {}  # In `asleep`, by storage.
+
+    def sleep(self, tensors: list[Tensor]) -> None:
+        """Copy tensors to the host and free their storages, each once; views share theirs."""
+        by_storage = {}
+        for t in tensors:
+            storage = t.untyped_storage()
+            # With CPU offload the shards are on the host already.
+            if storage.nbytes() and (t.is_cuda or not torch.cuda.is_available()):
+                by_storage[storage._cdata] = t
+        for storage, t in by_storage.items():
+            self.memory.keep(len(self.asleep), t)
+            self._numbers[storage] = len(self.asleep)
+            self.asleep.append(t)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for t in by_storage.values():
+            t.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()  # which does nothing without CUDA
+
+    def wake(self) -> None:
+        """Bring back what is asleep."""
+        for i, t in enumerate(self.asleep):
+            self.memory.bring_back(i, t)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.asleep.clear()
+        self._numbers.clear()
+
+    def values(self, t: Tensor) -> Tensor:
+        """Return a tensor, or if it is asleep, a copy of it on its device."""
+        number = self._numbers.get(t.untyped_storage()._cdata)
+        return t if number is None else self.memory.copy_of(number, t)
 
 
 # --------------------------------------------------------------------------------------------------

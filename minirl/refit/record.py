@@ -3,20 +3,27 @@
 vLLM's own loader runs on meta tensors, and only its `copy_` calls are intercepted. Each copies from
 a view that says which region of which checkpoint weight lands in which part of which engine
 parameter, so that no table per architecture is needed.
+
+By the same loader `full_gather` refits the obvious way, with which every refit can be compared.
 """
 
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.base.errors import UserError, require
 from minirl.engine.engine import NamedTensors, RolloutEngine
 from minirl.parallel.regions import CheckpointSlice, Region
+
+if TYPE_CHECKING:
+    from minirl.refit.refit import Refit
 
 Item = TypeVar("Item")
 
@@ -269,3 +276,63 @@ def runs(
             step = distance if fits else None
             run.append(b)
         yield run
+
+
+# --------------------------------------------------------------------------------------------------
+# the loader itself, as an oracle
+
+
+def full_gather(refit: "Refit") -> None:
+    """Refit the obvious way: gather each weight whole on every rank, for the engine's loader.
+
+    It is the oracle of a refit. Collective.
+    """
+    weights = refit.read()
+
+    def whole_weights() -> NamedTensors:
+        for name, dtype in refit.dtypes.items():
+            if name in weights:
+                shard = weights[name]
+                whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+                whole = whole.to(dtype).contiguous()
+            else:
+                shape = refit.weights.shapes[name]
+                whole = torch.empty(shape, dtype=dtype, device=refit.world.device)
+            if refit.first_receiver:  # The first rank only trains.
+                dist.broadcast(whole, 0, group=refit.world.device_group)
+            yield name, whole
+
+    if refit.engine:
+        refit.engine.load_weights(in_files(refit.weights.slices, whole_weights()))
+    else:
+        for _ in whole_weights():
+            pass
+
+
+def compare_with_oracle(refit: "Refit") -> None:
+    """Compare the engine's parameters bitwise with those of a full gather. Collective.
+
+    Raises:
+        UserError: on all ranks, if an engine's differ.
+    """
+    engine = refit.engine.parameters() if refit.engine else {}
+    padding = refit.engine.padding() if refit.engine else {}
+    refitted = {name: p.clone() for name, p in engine.items()}
+    for p in engine.values():
+        p.fill_(torch.nan)
+    full_gather(refit)
+    wrong = []
+    for name, p in engine.items():
+        filled = p.numel() - padding.get(name, 0)
+        if not torch.equal(p.flatten()[:filled], refitted[name].flatten()[:filled]):
+            wrong.append(name)
+        p.copy_(refitted[name])
+    by_rank = refit.world.gather(wrong)
+    bad_ranks = [rank for rank, names in enumerate(by_rank) if names]
+    named = sorted(set(itertools.chain(*by_rank)))
+    require(
+        not bad_ranks,
+        f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
+        f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}. This is a fault "
+        "of the refit for this model; please report it",
+    )

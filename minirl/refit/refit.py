@@ -18,16 +18,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from minirl.base.errors import require
 from minirl.config.rl import RefitConfig
-from minirl.engine.engine import NamedTensors, RolloutEngine
+from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region, regions_of_ranks
 from minirl.refit.plan import Bucket, Copy, Planner, check_nothing_lost, make_grids
-from minirl.refit.record import EnginePart, in_files, record_loader, wanted_by_name
+from minirl.refit.record import (
+    EnginePart,
+    compare_with_oracle,
+    record_loader,
+    wanted_by_name,
+)
 
 
 class _Weights(NamedTuple):
@@ -181,7 +184,7 @@ class Refit:
         if before:
             self._finish(before)
         if self.check:
-            self._compare_with_oracle()
+            compare_with_oracle(self)
 
     def wait(self) -> None:
         """Wait until the engines have what this rank has sent."""
@@ -218,59 +221,6 @@ class Refit:
                 target = in_tensor(copy, self.targets[name][copy.part])
                 copies.append((target, in_buffer(copy, flight.receive_buffer, i)))
         _copy_all(copies)
-
-    # ----------------------------------------------------------------------------------------------
-    # the obvious way, as an oracle
-
-    def _compare_with_oracle(self) -> None:
-        """Raise UserError, on all ranks, if engine parameters differ from a full gather."""
-        engine = self.engine.parameters() if self.engine else {}
-        padding = self.engine.padding() if self.engine else {}
-        refitted = {name: p.clone() for name, p in engine.items()}
-        for p in engine.values():
-            p.fill_(torch.nan)
-        self.full_gather()
-        wrong = []
-        for name, p in engine.items():
-            filled = p.numel() - padding.get(name, 0)
-            if not torch.equal(p.flatten()[:filled], refitted[name].flatten()[:filled]):
-                wrong.append(name)
-            p.copy_(refitted[name])
-        by_rank = self.world.gather(wrong)
-        bad_ranks = [rank for rank, names in enumerate(by_rank) if names]
-        named = sorted(set(itertools.chain(*by_rank)))
-        require(
-            not bad_ranks,
-            f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
-            f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}. This is a fault "
-            "of the refit for this model; please report it",
-        )
-
-    def full_gather(self) -> None:
-        """Refit the obvious way: gather each weight whole on every rank, for the engine's loader.
-
-        It is the oracle of a refit. Collective.
-        """
-        weights = self.read()
-
-        def whole_weights() -> NamedTensors:
-            for name, dtype in self.dtypes.items():
-                if name in weights:
-                    shard = weights[name]
-                    whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-                    whole = whole.to(dtype).contiguous()
-                else:
-                    shape = self.weights.shapes[name]
-                    whole = torch.empty(shape, dtype=dtype, device=self.world.device)
-                if self.first_receiver:  # The first rank only trains.
-                    dist.broadcast(whole, 0, group=self.world.device_group)
-                yield name, whole
-
-        if self.engine:
-            self.engine.load_weights(in_files(self.weights.slices, whole_weights()))
-        else:
-            for _ in whole_weights():
-                pass
 
 
 def in_tensor(copy: Copy, t: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from minirl.run.metrics import Meter, Progress
 from minirl.run.trackers import Wandb
 from minirl.train.frozen import Reference, is_base
 from minirl.train.policy import Metrics, Policy
+from minirl.train.skipped import check_finite
 
 # Ends the last line of a stopped run.
 HOW_TO_RESUME = "Resume with the same command and --resume"
@@ -253,9 +254,10 @@ class TrainingRun:
         Raises:
             UserError: weights are not finite.
         """
-        self.policy.check_finite(
+        check_finite(
+            self.policy,
             "there is nothing to export; train again with a lower policy.lr, or resume from an "
-            "earlier checkpoint"
+            "earlier checkpoint",
         )
         self.export("model")
         if self.policy.adapters:

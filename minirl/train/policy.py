@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
-from minirl.base.errors import require
 from minirl.base.log import Timer
 from minirl.batch.attention_plan import RowLayout
 from minirl.config.policy import WHOLE_GRADIENT_BYTES, PolicyConfig
 from minirl.data.vision import read_vision
-from minirl.model import build, causal, families, loading
+from minirl.model import build, causal, families
 from minirl.model.adapters import lora
 from minirl.parallel import fsdp, sharding
 from minirl.parallel.mesh import Mesh
@@ -219,15 +218,11 @@ class Policy:
             As `update`.
         """
         denominator = max(1.0, sum(part.denominator for part in parts))
-        values: dict[str, Tensor] = {}
+        collected = defaultdict(list)
         for part in parts:
             for name, value in part.values.items():
-                if name not in values:
-                    values[name] = value
-                elif name.endswith("_max"):
-                    values[name] = torch.maximum(values[name], value)
-                else:
-                    values[name] = values[name] + value
+                collected[name].append(value)
+        values = {name: _combined(name, found) for name, found in collected.items()}
         values["loss"] = values["loss"] / denominator
         fsdp.scale_gradients(self.model.parameters(), 1 / denominator)
         num_units = max(1.0, sum(part.num_units for part in parts))
@@ -266,25 +261,6 @@ class Policy:
             self.model.zero_grad()
             self.num_updates += 1
         return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
-
-    def check_finite(self, consequence: str) -> None:
-        """Raise UserError, on all ranks, if weights are NaN or infinite. Collective.
-
-        Args:
-            consequence: what that means, and what to do.
-        """
-        wrong = self.names_of_not_finite(self.parameters())
-        require(
-            not wrong,
-            f"after {self.num_updates} updates {len(wrong)} weights of {self.folder} are not "
-            f"finite, {', '.join(wrong[:3])}: {consequence}",
-        )
-
-    def names_of_not_finite(self, shards: dict[str, Tensor]) -> list[str]:
-        """Return the names of those tensors of which a rank has NaN or infinity. Collective."""
-        is_wrong = [int(not loading.is_finite(fsdp.local(t))) for t in shards.values()]
-        num_wrong = self.mesh.sums(torch.tensor(is_wrong)).tolist()
-        return [name for name, num in zip(shards, num_wrong, strict=True) if num]
 
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""
@@ -349,13 +325,8 @@ class Policy:
                     in_loss = values.index_select(0, batch.loss_rows).double()
                 is_max = name.endswith("_max") and len(in_loss)
                 collected[name].append(in_loss.amax() if is_max else in_loss.sum())
-        sums = {name: functools.reduce(torch.add, values) for name, values in collected.items()}
-        maxima = {
-            name: torch.stack(values).amax()
-            for name, values in collected.items()
-            if name.endswith("_max")
-        }
-        return Sums(sums | maxima, denominator, num_units)
+        sums = {name: _combined(name, values) for name, values in collected.items()}
+        return Sums(sums, denominator, num_units)
 
     def _reduce_metrics(self, sums: dict[str, Tensor], num_units: float) -> Metrics:
         """Return means over all ranks of what `_accumulate` returned (`_max`: maxima)."""
@@ -449,3 +420,10 @@ class Policy:
             }
 
         return self._merge(averaged(self.shards()), averaged(self.parameters()))
+
+
+def _combined(name: str, values: list[Tensor]) -> Tensor:
+    """Return the sum of a metric's values in parts of a batch, or their maximum (`_max`)."""
+    if name.endswith("_max"):
+        return torch.stack(values).amax()
+    return functools.reduce(torch.add, values)

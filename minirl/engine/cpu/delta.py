@@ -58,8 +58,23 @@ def compute(
     mixed = _convolve(mixed_qkv[here], weight, convolutions, requests)
     q, k, v = delta_net.in_heads(layer, mixed)
     log_decay = delta_net.decay_formula(a[here], layer.A_log, layer.dt_bias)
+    rate = b[here].sigmoid()
     before = requests.read(states)
-    out, after = _recur(q, k, v, log_decay, b[here].sigmoid(), before, requests.lengths)
+
+    # The first requests have one row each, and need no chunk of many. A prompt of one row may come
+    # after longer ones, and is then computed as they are.
+    num_single = int(np.argmax(np.append(requests.lengths, 2) > 1))
+    single, longer = slice(num_single), slice(num_single, None)
+    out, after = delta_net.delta_step(
+        q[single], k[single], v[single], log_decay[single], rate[single], before[single]
+    )
+    if num_single < len(requests.lengths):
+        span = span_of(requests.lengths[longer], num_single, None, q.device)
+        out_longer, after_longer = delta_net.delta_rule_formula(
+            q[longer], k[longer], v[longer], log_decay[longer], rate[longer], before[longer], span
+        )
+        out = torch.cat([out, out_longer])
+        after = torch.cat([after, after_longer])
     core_attn_out[here] = out
     states[requests.slots] = after.to(states.dtype)
 
@@ -114,42 +129,3 @@ def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> 
     skipped = np.arange(len(requests.lengths)) * num_before
     places = np.arange(len(x)) + np.repeat(skipped, requests.lengths)
     return out[torch.from_numpy(places)]
-
-
-def _recur(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    rate: Tensor,
-    before: Tensor,
-    lengths: np.ndarray,
-) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, Dv] of all requests, and the states after them [S, H, Dk, Dv].
-
-    Args:
-        q: queries, as in `delta_net.delta_rule`, [T, H, Dk].
-        k: keys [T, H, Dk].
-        v: values [T, H, Dv].
-        log_decay: logarithms of the decays [T, H].
-        rate: learning rates [T, H].
-        before: states [S, H, Dk, Dv].
-        lengths: rows of each request [S]; those with one row come first.
-    """
-    # The first requests have one row each, and need no chunk of many. A prompt of one row may come
-    # after longer ones, and is then computed as they are.
-    num_single = int(np.argmax(np.append(lengths, 2) > 1))
-    q, q_longer = q[:num_single], q[num_single:]
-    k, k_longer = k[:num_single], k[num_single:]
-    v, v_longer = v[:num_single], v[num_single:]
-    log_decay, log_decay_longer = log_decay[:num_single], log_decay[num_single:]
-    rate, rate_longer = rate[:num_single], rate[num_single:]
-    before, before_longer = before[:num_single], before[num_single:]
-    out, after = delta_net.delta_step(q, k, v, log_decay, rate, before)
-    if num_single == len(lengths):
-        return out, after
-    span = span_of(lengths[num_single:], num_single, None, q.device)
-    out_longer, after_longer = delta_net.delta_rule_formula(
-        q_longer, k_longer, v_longer, log_decay_longer, rate_longer, before_longer, span
-    )
-    return torch.cat([out, out_longer]), torch.cat([after, after_longer])

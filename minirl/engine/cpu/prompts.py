@@ -6,8 +6,6 @@ copy of them, and attention gets all: it writes each request's keys and values t
 """
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,10 +52,14 @@ class SharedPrompts:
             rows = self.find(input_ids)
         if input_ids is None or rows is None:
             return self.forward(input_ids=input_ids, positions=positions, **others)
-        with self._computing(rows):
-            hidden = self.forward(
-                input_ids=input_ids[rows.kept], positions=positions[rows.kept], **others
-            )
+        self.rows = rows
+        try:
+            with packed.plain_products():  # A packed copy would round other sums for fewer rows.
+                hidden = self.forward(
+                    input_ids=input_ids[rows.kept], positions=positions[rows.kept], **others
+                )
+        finally:
+            self.rows = None
         return hidden[rows.place]
 
     def find(self, input_ids: Tensor) -> DistinctRows | None:
@@ -82,16 +84,6 @@ class SharedPrompts:
             batch.block_table.numpy(),
             self.block_size,
         )
-
-    @contextmanager
-    def _computing(self, rows: DistinctRows) -> Iterator[None]:
-        """Compute with plain products: a packed copy would round other sums for fewer rows."""
-        self.rows = rows
-        try:
-            with packed.plain_products():
-                yield
-        finally:
-            self.rows = None
 
     def _attention(self, forward: Any) -> Any:
         """Return a layer's attention, of all rows of the step, as a function of the kept ones."""
