@@ -58,21 +58,19 @@ def shard(
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    wrap = partial(fully_shard, mp_policy=policy, offload_policy=offload)
-    inner = [(module, experts_mesh) for module in experts or []] if experts_mesh else []
-    for module, module_mesh in [*inner, *((layer, mesh) for layer in layers)]:
-        wrap(
+    modules = [(module, mesh) for module in (*layers, model)]
+    if experts_mesh:
+        modules = [*((module, experts_mesh) for module in experts or []), *modules]
+    for module, module_mesh in modules:
+        fully_shard(
             module,
             mesh=module_mesh,
-            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            # The root is used at both ends of the forward.
+            reshard_after_forward=reshard_after_forward and module is not model,
             shard_placement_fn=partial(_placement, ranks=module_mesh.size(-1)),
         )
-    wrap(
-        model,
-        mesh=mesh,
-        reshard_after_forward=False,  # used at both ends of the forward
-        shard_placement_fn=partial(_placement, ranks=mesh.size(-1)),
-    )
     if experts_mesh:
         # A layer begins to gather its experts, and the next layer, when it begins to compute. FSDP
         # gathers ahead because the host runs ahead of the device, and expert parallelism makes the
@@ -80,7 +78,7 @@ def shard(
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         for number, layer in enumerate(sharded):
             inside = set(layer.modules())
-            within = [x for x, _ in inner if isinstance(x, FSDPModule) and x in inside]
+            within = [x for x in experts or [] if isinstance(x, FSDPModule) and x in inside]
             layer.set_modules_to_forward_prefetch([*within, *sharded[number + 1 : number + 2]])
     for module in model.modules():
         if isinstance(module, FSDPModule):
