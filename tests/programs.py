@@ -142,9 +142,10 @@ def fork(
     seconds: float = 120,
     world: int = 0,
     text: str = "",
+    env: dict[str, str] | None = None,
 ) -> Ended:
     """`python -m module flags < text`, or with the environment that torchrun gives to each of
-    `world` ranks. The exit code is that of the first that failed."""
+    `world` ranks; `env` is added to it. The exit code is that of the first that failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     log.mkdir(parents=True, exist_ok=True)
@@ -162,9 +163,11 @@ def fork(
         {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         for rank in range(world)
     ] or [{}]
+    for given in environments:
+        given.update(env or {})
     processes = [
-        context.Process(target=_main, args=(module, [str(f) for f in flags], str(log), env))
-        for env in environments
+        context.Process(target=_main, args=(module, [str(f) for f in flags], str(log), given))
+        for given in environments
     ]
     try:
         for p in processes:

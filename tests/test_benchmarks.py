@@ -113,6 +113,7 @@ STARTING = (
     "vs_trl",
     "preempt",
     "overlap_runs",
+    "dryrun",
 )
 # Files that are parts of another one.
 PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
@@ -231,7 +232,8 @@ def forks(tmp_path, monkeypatch):
         else:
             module, flags = f"benchmarks.{Path(program[0]).stem}", program[1:]
         log = tmp_path / f"fork{next(numbers)}"
-        ended = fork(module, flags, log, kwargs.get("timeout") or 120, world=num_ranks)
+        seconds, text = kwargs.get("timeout") or 120, kwargs.get("input") or ""
+        ended = fork(module, flags, log, seconds, num_ranks, text)
         if file := kwargs.get("stdout"):
             file.write(ended.out + ended.err)
         return subprocess.CompletedProcess(command, ended.code, ended.out, ended.err)
@@ -247,6 +249,8 @@ def test_the_smallest_load_prints_finite_figures(name, tmp_path, forks, monkeypa
     flags = [str(flag).replace("FOLDER", str(tmp_path)) for flag in flags]
     if name in STARTING:
         path = ROOT / "benchmarks" / f"{name}.py"
+        if name == "dryrun":
+            path = ROOT / "benchmarks" / name / "__main__.py"
         monkeypatch.setattr(sys, "argv", [str(path), *flags])
         runpy.run_path(str(path), run_name="__main__")
         out = capsys.readouterr().out

@@ -4,10 +4,7 @@ A wrong signature, tensors on two devices and a new wait of the host fail here."
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -31,7 +28,7 @@ from minirl.parallel import fsdp
 from minirl.parallel.regions import local_region
 from minirl.plan.cards import CARDS
 from minirl.train.policy import Policy
-from programs import ROOT, fork
+from programs import fork
 
 NUM_LAYERS = 2
 LOAD = {"tokens": 256, "sequence": 64, "prompt": 16, "num_micro": 1}
@@ -193,17 +190,6 @@ EVEN = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
 def model_folder(root, family, tied, **sizes):
     folder = root / f"{family}-{tied}-{len(sizes)}"
     return folder if folder.exists() else tiny.make(folder, family, tied=tied, **sizes)
-
-
-def dry_run(jobs, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.dryrun.jobs"],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | env,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -603,10 +589,11 @@ def test_bytes_are_those_of_a_real_run(name, results, models):
 
 
 def test_without_a_compiler_there_is_one_message(tmp_path):
-    done = dry_run([], PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if line]
+    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = fork("benchmarks.dryrun.jobs", [], tmp_path / "log", text="[]", env=env)
+    assert done.code == 2
+    assert done.out == ""
+    lines = [line for line in done.err.splitlines() if line]
     assert len(lines) == 1
     assert lines[0].startswith("minirl: error:") and "g++ is not installed" in lines[0]
 
