@@ -145,17 +145,20 @@ def for_annotations(file):
             yield from ast.walk(node)
 
 
+@cache
 def imports(file):
     """(module, name or None) of every import, also those inside functions."""
     ignored = set(for_annotations(file))
+    found = []
     for node in ast.walk(tree(file)):
         if node in ignored:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            found += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: a relative import hides its layer"
-            yield from ((node.module, alias.name) for alias in node.names)
+            found += [(node.module, alias.name) for alias in node.names]
+    return found
 
 
 def room(file):
@@ -165,10 +168,13 @@ def room(file):
     return ROOMS.index(name)
 
 
+@cache
 def own_imports(file):
-    for module, name in imports(file):
-        if module.split(".")[0] == "minirl":
-            yield file_of(f"{module}.{name}") or file_of(module)
+    return [
+        file_of(f"{module}.{name}") or file_of(module)
+        for module, name in imports(file)
+        if module.split(".")[0] == "minirl"
+    ]
 
 
 @pytest.mark.parametrize("file", FILES)

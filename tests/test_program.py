@@ -26,7 +26,7 @@ from minirl.config.validate import resolve_dtypes, resolve_learning_rates, resol
 from minirl.rl import Trainer
 from minirl.run import inputs
 from nodes import Job, Node
-from programs import QUICKSTART, ROOT, Ended, as_flags, fork, torchrun
+from programs import QUICKSTART, ROOT, Ended, as_flags, fork
 from test_preference import export_scored
 
 NUM_STEPS, SAVED = 10, 5
@@ -558,19 +558,29 @@ def test_all_ranks_compute_in_the_dtype_that_all_cpus_have(tmp_path, has_bfloat1
         assert all("auto is float32" in line and "avx512_bf16" in line for line in of_rank["said"])
 
 
+# A rank that torchrun starts has a resource tracker of its own, and a fork that of the tests.
+OWN_TRACKER = """
+from multiprocessing import resource_tracker
+resource_tracker._resource_tracker._fd = None
+"""
+
+
 def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):
     """Their segments have no name any more when they work, or Python's resource tracker, which
     outlives them, takes it away."""
     output = tmp_path / "out"
+    (tmp_path / "own.py").write_text(OWN_TRACKER + EARNED_UNTRAINED)
     given = as_flags(f"""
         --config {QUICKSTART} --output {output} --data.train {data}/train.jsonl
         --data.held-out 8 --num-steps 1000 --sft.num-steps 0 --engine.tensor-parallel-size 2
+        --reward.function {tmp_path}/own.py:vowels
     """)
-    running = torchrun("minirl.rl", given, tmp_path)
-    running.wait_for((output / "metrics.jsonl").exists, 200)
+    job = Job([Node("127.0.0.1", tmp_path)], "minirl.rl", [given], tmp_path)
+    job.wait_for((output / "metrics.jsonl").exists, 200)
+    ranks = job.agents[0].ranks()
     lines = [
         line
-        for p in running.ranks()
+        for p in ranks.values()
         for line in Path(f"/proc/{p.pid}/maps").read_text().splitlines()
     ]
     segments = {
@@ -581,8 +591,8 @@ def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):
     # vLLM's build for AVX2 has no exchange by shared memory: what is left are Python's queues.
     exchanges = not any("_C_AVX2" in line for line in lines)
     assert len(segments) >= 2 and any("minirl-" in path for path in segments) is exchanges, segments
-    running.ranks()[0].kill()
-    assert running.end(60).code == 1
+    ranks[0].kill()
+    assert job.end(60).code == 1
     end = time.monotonic() + 10
     while any(Path(path).exists() for path in segments) and time.monotonic() < end:
         time.sleep(0.1)

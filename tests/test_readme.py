@@ -24,7 +24,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from wandb.sdk.launch.sweeps import utils as sweeps
 
 import composition
 import contents
@@ -452,6 +451,9 @@ def test_the_printed_agent_talks_to_its_endpoint(tmp_path, monkeypatch):
 def test_the_printed_sweep_starts_a_run(tmp_path):
     """The words that W&B's agent runs, by its own functions, with another program in torchrun's
     place that prints what it is given."""
+    # Here, because it takes two seconds to import, which no other worker has to spend.
+    from wandb.sdk.launch.sweeps import utils as sweeps
+
     sweep = yaml.safe_load(printed("minirl/run/README.md", "sweep.yaml", tmp_path).read_text())
     chosen = {name: {"value": given["values"][1]} for name, given in sweep["parameters"].items()}
     args = sweeps.create_sweep_command_args({"args": chosen})["args"]
