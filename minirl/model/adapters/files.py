@@ -5,19 +5,17 @@ of experts it has a wrapper each (`target_parameters`), one around the other: A 
 [experts * rank, in], B is [out, rank * experts], with the expert as the last of its two dimensions.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import LoraConfig
@@ -203,37 +201,28 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
         )
     parts = trained(model)
     place = f"{setting} = {folder}"
-    with _opened(folder, setting) as file:
-        there = set(file.keys())
-        wanted = {name_in_file(name) for name in parts}
-        missing = sorted(wanted - there)
-        extra = sorted(there - wanted)
+    with library_reads(f"{place}: {WEIGHTS}"):
+        file = safe_open(folder / WEIGHTS, "pt")
+    there = set(file.keys())
+    wanted = {name_in_file(name) for name in parts}
+    missing = sorted(wanted - there)
+    extra = sorted(there - wanted)
+    require(
+        not missing and not extra,
+        f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
+        f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
+        "policy.model and policy.lora.targets as it was trained",
+    )
+    for name, p in parts.items():
+        t = file.get_tensor(name_in_file(name))
+        expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
         require(
-            not missing and not extra,
-            f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
-            f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
-            "policy.model and policy.lora.targets as it was trained",
+            list(t.shape) == expected,
+            f"{place} is an adapter of another base: {name_in_file(name)} is {list(t.shape)}, "
+            f"and the model needs {expected}; set policy.model to its base",
         )
-        for name, p in parts.items():
-            t = file.get_tensor(name_in_file(name))
-            expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
-            require(
-                list(t.shape) == expected,
-                f"{place} is an adapter of another base: {name_in_file(name)} is {list(t.shape)}, "
-                f"and the model needs {expected}; set policy.model to its base",
-            )
-            require(
-                bool(t.isfinite().all()),
-                f"{place}: {name_in_file(name)} has NaN or infinity; take another adapter",
-            )
-            local(p).copy_(view_of(from_file(name, t, p.shape), local_region(p)))
-
-
-@contextlib.contextmanager
-def _opened(folder: Path, setting: str) -> Iterator[Any]:
-    """Open an adapter's weights. Raises UserError if they cannot be read."""
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{setting} = {folder}: {WEIGHTS} cannot be read: {error}") from error
+        require(
+            bool(t.isfinite().all()),
+            f"{place}: {name_in_file(name)} has NaN or infinity; take another adapter",
+        )
+        local(p).copy_(view_of(from_file(name, t, p.shape), local_region(p)))

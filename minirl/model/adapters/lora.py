@@ -156,10 +156,11 @@ def multiply(
         packed = module.packed[name]
     a = parameters.get(adapter_of(name, LORA_A))
     if a is not None and module.adapters.on:
-        b = parameters[adapter_of(name, LORA_B)]
-        return product(x, a, b, module.adapters.scale, function, packed, *base, bias=bias)
+        factors = a, parameters[adapter_of(name, LORA_B)]
+        scale = module.adapters.scale
+        return _Product.apply(x, *factors, bias, scale, function, packed, *base)
     if packed:
-        y = nf4.product(x, base[0], base[1], packed, function)
+        y = _Product.apply(x, None, None, None, 1.0, function, packed, *base)
         return y if bias is None else y + bias
     return function(x, base[0]) if bias is None else F.linear(x, base[0], bias)
 
@@ -205,43 +206,69 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     return (stacked + torch.baddbmm(stacked, b, a, beta=0) * scale).view(weight.shape)
 
 
+def _whole_weight(
+    packed: FourBits | None, a: Tensor | None, b: Tensor | None, scale: float, *base: Tensor
+) -> Tensor:
+    """Return the weight that a module computes with, as `_Product` gets its parts."""
+    weight = nf4.dequantise(packed, *base) if packed else base[0]
+    return weight if a is None or b is None else merge(weight, b, a, scale)
+
+
 class _Product(torch.autograd.Function):
-    """x times a merged weight, of which the factors have gradients."""
+    """x times a weight that is dequantised, or merged with an adapter, or both, for each use.
+
+    The weight is merged before it is multiplied by, and rounded as `Merged` rounds it, so that the
+    engine computes with the same weights bit by bit. A sum of two products, W x and B A x, would
+    differ from them by a rounding of bfloat16 for each weight, which is as large as what adapters
+    change: the log-probs of engine and trainer would be twice as far apart as in full training.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        a: Tensor,
-        b: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
         bias: Tensor | None,
         scale: float,
         multiply: Multiply,
         packed: FourBits | None,
         *base: Tensor,
     ) -> Tensor:
-        """Multiply by the merged weight, and keep what it was made of."""
-        ctx.save_for_backward(x, a, b, *base)
+        """Multiply by the weight, and keep what it was made of.
+
+        Args:
+            ctx: for backward.
+            x: [.., in].
+            a: [.., rank, in]; None: there is no adapter, and b is None, too.
+            b: [.., out, rank].
+            bias: [out], of a linear with an adapter.
+            scale: `Adapters.scale`.
+            multiply: its gradient for x must be multiply(gradient, weight.mT).
+            packed: of a base that is held in four bits; None: it is not.
+            base: the frozen weight [.., out, in]; or, in four bits, its bytes and its scales.
+        """
+        ctx.save_for_backward(None if a is None else x, a, b, *base)
         ctx.scale = scale
         ctx.multiply = multiply
         ctx.packed = packed
 
         def compute() -> tuple[Tensor]:
-            weight = nf4.dequantise(packed, *base) if packed else base[0]
-            weight = merge(weight, b, a, scale)
+            weight = _whole_weight(packed, a, b, scale, *base)
             return (multiply(x, weight) if bias is None else F.linear(x, weight, bias),)
 
         return selective.keep(compute)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Merge again for the gradient of x. The gradients of A and B are those of B A x."""
+        """Make the weight again for the gradient of x. Those of A and B are those of B A x."""
         x, a, b, *base = ctx.saved_tensors
-        grad_x = None
+        grads: list[Tensor | None] = [None] * (len(base) + 7)
         if ctx.needs_input_grad[0]:
-            weight = nf4.dequantise(ctx.packed, *base) if ctx.packed else base[0]
-            weight = merge(weight, b, a, ctx.scale)
-            grad_x = ctx.multiply(grad, weight.mT)
+            weight = _whole_weight(ctx.packed, a, b, ctx.scale, *base)
+            grads[0] = ctx.multiply(grad, weight.mT)
+        if a is None:
+            return tuple(grads)
         with torch.enable_grad():
             factors = [a.detach().requires_grad_(), b.detach().requires_grad_()]
             padded_a, padded_b = factors
@@ -251,42 +278,10 @@ class _Product(torch.autograd.Function):
                 padded_b = F.pad(padded_b, (0, missing))
             low = ctx.multiply(x.detach(), padded_a) * ctx.scale  # here it has the fewest columns
             added = ctx.multiply(low, padded_b)
-            grad_a, grad_b = torch.autograd.grad(added, factors, grad)
-        grad_bias = None
+            grads[1:3] = torch.autograd.grad(added, factors, grad)
         if ctx.needs_input_grad[3]:
-            grad_bias = grad.flatten(0, -2).sum(0)
-        without = [None] * (len(base) + 3)
-        return grad_x, grad_a, grad_b, grad_bias, *without
-
-
-def product(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    multiply: Multiply,
-    packed: FourBits | None,
-    *base: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return multiply(x, W + scale B A), and the bias.
-
-    The weight is merged before it is multiplied by, and rounded as `Merged` rounds it, so that the
-    engine computes with the same weights bit by bit. A sum of two products, W x and B A x, would
-    differ from them by a rounding of bfloat16 for each weight, which is as large as what adapters
-    change: the log-probs of engine and trainer would be twice as far apart as in full training.
-
-    Args:
-        x: [.., in].
-        a: [.., rank, in].
-        b: [.., out, rank].
-        scale: `Adapters.scale`.
-        multiply: its gradient for x must be multiply(gradient, weight.mT).
-        packed: of a base that is held in four bits; None: it is not.
-        base: the frozen weight [.., out, in]; or, in four bits, its bytes and its scales.
-        bias: [out], of a linear.
-    """
-    return _Product.apply(x, a, b, bias, scale, multiply, packed, *base)
+            grads[3] = grad.flatten(0, -2).sum(0)
+        return tuple(grads)
 
 
 class Merged(Mapping[str, Tensor]):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minirl.base.errors import require
-from minirl.model import selective
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region, view_of
 
@@ -165,41 +164,6 @@ def rounded(weight: Tensor) -> Tensor:
     scales = torch.empty(*rows, columns // BLOCK, dtype=torch.uint8, device=weight.device)
     fill(packed, weight, bits, scales)
     return dequantise(packed, bits, scales)
-
-
-class _Product(torch.autograd.Function):
-    """x times a packed weight, which has no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bits: Tensor, scales: Tensor, packed: FourBits, multiply: Multiply
-    ) -> Tensor:
-        """Multiply by the dequantised weight, and keep the packed one."""
-        ctx.save_for_backward(bits, scales)
-        ctx.packed = packed
-        ctx.multiply = multiply
-        return selective.keep(lambda: (multiply(x, dequantise(packed, bits, scales)),))[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Dequantise again."""
-        weight = dequantise(ctx.packed, *ctx.saved_tensors)
-        return ctx.multiply(grad, weight.mT), None, None, None, None
-
-
-def product(
-    x: Tensor, bits: Tensor, scales: Tensor, packed: FourBits, multiply: Multiply
-) -> Tensor:
-    """Return multiply(x, weight) for a packed weight that all ranks' parts have been gathered of.
-
-    Args:
-        x: [.., in].
-        bits: uint8 [.., out, in / 2].
-        scales: uint8 [.., out, in / 64].
-        packed: of the weight.
-        multiply: its gradient for x must be multiply(gradient, weight.mT).
-    """
-    return _Product.apply(x, bits, scales, packed, multiply)
 
 
 def layout(packed: FourBits, bits: Tensor) -> Tensor:
