@@ -95,38 +95,31 @@ def _plan(prefix: str, *parts: dict[str, str]) -> dict[str, str]:
     return plan
 
 
+def _split(block: str, columns: tuple[str, ...], row: str) -> dict[str, str]:
+    """Return the styles of a block's first matrices, split by columns, and of its last one."""
+    styles = {f"{block}.{name}": "colwise" for name in columns}
+    return styles | {f"{block}.{row}": "rowwise"}
+
+
 def _mlp(block: str) -> dict[str, str]:
-    up = dict.fromkeys((f"{block}.gate_proj", f"{block}.up_proj"), "colwise")
-    return up | {f"{block}.down_proj": "rowwise"}
+    return _split(block, ("gate_proj", "up_proj"), "down_proj")
 
 
-_ATTENTION = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.o_proj": "rowwise",
-}
+_ATTENTION = _split("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 _MOE = {"mlp.experts": "moe_tp_experts"}
 # Latent attention by heads; what all of them share is whole on every rank.
 _LATENT_ATTENTION = {
-    "self_attn.q_proj": "colwise",
     "self_attn.q_a_proj": "whole",
     "self_attn.kv_a_proj_with_mqa": "whole",
-    "self_attn.q_b_proj": "colwise",
-    "self_attn.kv_b_proj": "colwise",
-    "self_attn.o_proj": "rowwise",
+    **_split("self_attn", ("q_proj", "q_b_proj", "kv_b_proj"), "o_proj"),
 }
 # Gated delta nets by heads. The library computes all of them on every rank.
+_DELTA_INPUTS = ("in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a")
 _DELTA_NET = {
     "linear_attn": "delta_net",
     "linear_attn.conv1d": "parts",
-    "linear_attn.in_proj_qkvz": "colwise",
-    "linear_attn.in_proj_ba": "colwise",
     "linear_attn.in_proj_qkv": "colwise_parts",
-    "linear_attn.in_proj_z": "colwise",
-    "linear_attn.in_proj_b": "colwise",
-    "linear_attn.in_proj_a": "colwise",
-    "linear_attn.out_proj": "rowwise",
+    **_split("linear_attn", _DELTA_INPUTS, "out_proj"),
 }
 _GEMMA4_MOE = {"router": "router_alone", "router.proj": "whole", "experts": "experts_alone"}
 # The library's plan splits the tower, too. As other towers here it is whole on every rank.
@@ -197,25 +190,12 @@ def _ministral3_length(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 FAMILIES = {
-    "llama": _DENSE,
-    "mistral": _DENSE,
-    "qwen2": _DENSE,
-    "qwen3": _DENSE,
-    "smollm3": _DENSE,
-    "arcee": _DENSE,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "arcee"), _DENSE),
     "gemma": _DENSE._replace(fused=_GEMMA.fused),
-    "glm": _DENSE._replace(fused=_PARTIAL),
-    "glm4": _DENSE._replace(fused=_PARTIAL),
-    "seed_oss": _DENSE,
-    "exaone4": _DENSE,
-    "ernie4_5": _DENSE._replace(fused=_PARTIAL),
-    "apertus": _DENSE,
-    "jais2": _DENSE,
-    "ministral": _DENSE,
+    **dict.fromkeys(("glm", "glm4", "ernie4_5", "helium"), _DENSE._replace(fused=_PARTIAL)),
+    **dict.fromkeys(("seed_oss", "exaone4", "apertus", "jais2", "ministral"), _DENSE),
+    **dict.fromkeys(("olmo", "starcoder2"), _DENSE),
     "ministral3": Family(engine_agrees_to=_ministral3_length),
-    "olmo": _DENSE,
-    "starcoder2": _DENSE,
-    "helium": _DENSE._replace(fused=_PARTIAL),
     "hunyuan_v1_dense": Family(plan=DENSE_PLAN),
     "hyperclovax": Family(head=lambda config: (config.logits_scaling, None)),
     "gemma2": _GEMMA,
