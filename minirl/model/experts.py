@@ -29,7 +29,7 @@ from minirl.model import selective
 from minirl.model.adapters import lora, nf4
 from minirl.model.families import FUSED
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.placements import Forward, Layout, shard_all
+from minirl.parallel.placements import AllToAll, Forward, Layout, shard_all
 
 NAME = "minirl"
 # Multiply(x, weight, ends), as `_one_by_one` has it.
@@ -210,35 +210,6 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, mixture)
 # over ranks
 
 
-class _Exchange(torch.autograd.Function):
-    """Send rows to where they belong; in backward their gradients come back the same way."""
-
-    @staticmethod
-    def forward(ctx, rows, sent, received, group):
-        ctx.arguments = received, sent, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _exchange(grad, *ctx.arguments), None, None, None
-
-
-def _exchange(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send the first of the rows [N, H] to the first rank, and so on; return what comes.
-
-    Args:
-        rows: sorted by the rank that they go to.
-        sent: how many go to each rank of the group.
-        received: how many come from each.
-        group: the ranks.
-    """
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
-
-
 def find_experts(model: nn.Module) -> list[Any]:
     """Return the modules of a model that are the experts of a layer."""
     return [module for module in model.modules() if set(FUSED) <= set(module._parameters)]
@@ -317,8 +288,8 @@ def _visit(compute: Forward, rows: Tensor, ends: Tensor, group: dist.ProcessGrou
     by_rank = both.view(2, group.size(), -1).sum(2)
     sent, received = _to_host(by_rank, len(rows))
 
-    rows = _Exchange.apply(rows, sent, received, group)
+    rows = AllToAll.apply(rows, group, sent, received)
     numbers = torch.arange(len(ends) // group.size(), device=rows.device)
     experts = numbers.repeat(group.size()).repeat_interleave(arriving, output_size=len(rows))
     results = compute(rows, experts[:, None], None)
-    return _Exchange.apply(results, received, sent, group)
+    return AllToAll.apply(results, group, received, sent)

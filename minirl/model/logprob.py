@@ -84,26 +84,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
         total.copy_(torch.mm(a, b))
 
 
-def _grad_of_logprobs(
-    p: Tensor,
-    targets: Tensor,
-    by_logprob: Tensor,
-    by_target: Tensor,
-    *,
-    dtype: torch.dtype,
-    keeps_p: bool,
-) -> Tensor:
-    """Return (onehot - p) times the gradient of log-probs [N, 1], in `dtype`, perhaps in place."""
-    # The difference at a target is taken before it is rounded: p may be almost 1 there.
-    at_target = by_target - p.gather(1, targets) * by_logprob
-    in_place = dtype == p.dtype and not keeps_p
-    grad = p if in_place else torch.empty_like(p, dtype=dtype)
-    torch.mul(p, -by_logprob, out=grad)
-    return grad.scatter_(1, targets, at_target.to(dtype))
-
-
 def gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple:
-    """Return the gradients of what `forward` got, chunk by chunk, the last one first."""
+    """Return the gradients of what `forward` got, chunk by chunk, the last one first.
+
+    Args:
+        ctx: with `chunk` rows, the `settings` that `forward` got after its tensors, and hidden
+            states and weight as its first saved tensors.
+        gradient_of_logits: returns the gradient of the logits of some rows.
+    """
     hidden, weight = ctx.saved_tensors[:2]
     grad_hidden = torch.empty_like(hidden)
     grad_weight = None  # Of a frozen head.
@@ -123,8 +111,9 @@ def gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple:
         if grad_weight is not None:
             _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
     grad = None
-    if ctx.group is not None:
-        dist.all_reduce(grad_hidden, group=ctx.group)
+    *_, group = ctx.settings
+    if group is not None:
+        dist.all_reduce(grad_hidden, group=group)
     if grad_weight is not None:
         grad_weight = grad_weight.to(weight.dtype)
     return grad_hidden, grad_weight, None, None, None, None, None
@@ -142,16 +131,14 @@ class LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        softcap: float | None,
-        entropy_gradient: bool,
-        group: dist.ProcessGroup | None,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [N] each."""
+        """Return log-probs and entropies, [N] each.
+
+        `settings` are the arguments of `logprob_entropy` from `temperature` to `group`.
+        """
+        ctx.settings = settings
+        temperature, softcap, entropy_gradient, group = settings
         if group is not None:
             targets = targets - group.rank() * weight.shape[0]
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
@@ -187,10 +174,6 @@ class LogprobEntropy(torch.autograd.Function):
             logprobs[rows] = sums[0] - log_sum[rows]
             mean[rows] = sums[1]
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
-        ctx.temperature = temperature
-        ctx.softcap = softcap
-        ctx.entropy_gradient = entropy_gradient
-        ctx.group = group
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -200,29 +183,31 @@ class LogprobEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
         """Return the gradients of hidden states and weight."""
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
-        by_logprob = grad_logprobs / ctx.temperature
-        by_entropy = grad_entropy / ctx.temperature
-        by_target = by_logprob.masked_fill(ctx.elsewhere, 0)
+        temperature, softcap, entropy_gradient, _ = ctx.settings
+        by_logprob = (grad_logprobs / temperature)[:, None]
+        by_entropy = (grad_entropy / temperature)[:, None]
+        by_target = by_logprob.masked_fill(ctx.elsewhere[:, None], 0)
 
         def gradient_of_logits(rows: slice) -> Tensor:
             if ctx.last_chunk is None:
-                z = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)
+                z = _logits(hidden[rows], weight, temperature, softcap)
                 p = torch.sub(z, log_sum[rows, None], out=None if ctx.keeps_logits else z).exp_()
             else:
                 z, p = ctx.last_chunk
                 ctx.last_chunk = None  # a second backward computes all
-            grad = _grad_of_logprobs(
-                p,
-                targets[rows, None],
-                by_logprob[rows, None],
-                by_target[rows, None],
-                dtype=p.dtype if ctx.keeps_logits else hidden.dtype,
-                keeps_p=ctx.entropy_gradient,
-            )
-            if ctx.entropy_gradient:
-                grad.addcmul_(p * (z - mean[rows, None]), by_entropy[rows, None], value=-1)
-            if ctx.softcap is not None:
-                grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
+            # (onehot - p) by_logprob. The difference at a target is taken before it is rounded: p
+            # may be almost 1 there.
+            places = targets[rows, None]
+            at_target = by_target[rows] - p.gather(1, places) * by_logprob[rows]
+            dtype = p.dtype if ctx.keeps_logits else hidden.dtype
+            in_place = dtype == p.dtype and not entropy_gradient
+            grad = p if in_place else torch.empty_like(p, dtype=dtype)
+            torch.mul(p, -by_logprob[rows], out=grad)
+            grad.scatter_(1, places, at_target.to(dtype))
+            if entropy_gradient:
+                grad.addcmul_(p * (z - mean[rows, None]), by_entropy[rows], value=-1)
+            if softcap is not None:
+                grad.mul_(1 - (z * (temperature / softcap)).square_())
             return grad.to(hidden.dtype)
 
         return gradients(ctx, gradient_of_logits)

@@ -5,6 +5,8 @@ write each float32 logit many times over. Here forward reads it once, and backwa
 writes its gradient in the dtype of the products.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import triton
@@ -224,16 +226,14 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        softcap: float | None,
-        entropy_gradient: bool,
-        group: dist.ProcessGroup | None,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [N] each."""
+        """Return log-probs and entropies, [N] each.
+
+        `settings` are the arguments of `logprob_entropy` from `temperature` to `group`.
+        """
+        ctx.settings = settings
+        temperature, softcap, entropy_gradient, group = settings
         if group is not None:
             targets = targets - group.rank() * weight.shape[0]
         ctx.chunk = logprob.rows_of_chunk(weight, torch.float32)
@@ -251,10 +251,6 @@ class OnePass(torch.autograd.Function):
             found = over_ranks(torch.stack(parts))
         target_z, log_sum, mean = found
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
-        ctx.temperature = temperature
-        ctx.softcap = softcap
-        ctx.entropy_gradient = entropy_gradient
-        ctx.group = group
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -264,8 +260,9 @@ class OnePass(torch.autograd.Function):
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
         """Return the gradients of hidden states and weight."""
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
-        by_logprob = grad_logprobs / ctx.temperature
-        by_entropy = grad_entropy / ctx.temperature
+        temperature, softcap, entropy_gradient, _ = ctx.settings
+        by_logprob = grad_logprobs / temperature
+        by_entropy = grad_entropy / temperature
 
         def gradient_of_logits(rows: slice) -> Tensor:
             logits = ctx.last_chunk
@@ -278,9 +275,9 @@ class OnePass(torch.autograd.Function):
                 log_sum[rows],
                 mean[rows],
                 by_logprob[rows],
-                by_entropy[rows] if ctx.entropy_gradient else None,
-                ctx.temperature,
-                ctx.softcap,
+                by_entropy[rows] if entropy_gradient else None,
+                temperature,
+                softcap,
                 hidden.dtype,
             )
 

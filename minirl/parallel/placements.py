@@ -109,20 +109,35 @@ def local_parts(t: Tensor, parts: tuple[int, ...], rank: int, size: int, dim: in
 
 
 class AllToAll(torch.autograd.Function):
-    """Give each rank of a group its row of this rank's [R, ...], and get one from each."""
+    """Give each rank of a group its rows of this rank's tensor, and get rows from each."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return what the ranks have given, in their order."""
-        ctx.group = group
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
+    def forward(
+        ctx,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        sent: list[int] | None = None,
+        received: list[int] | None = None,
+    ) -> Tensor:
+        """Return what the ranks have given, in their order.
+
+        Args:
+            ctx: for backward.
+            x: [N, ...], rows in the order of the ranks that they go to.
+            group: the ranks.
+            sent: how many rows go to each of them; None: as many to each.
+            received: how many come from each; None: as many as go to it.
+        """
+        ctx.arguments = group, received, sent
+        num_rows = len(x) if received is None else sum(received)
+        out = x.new_empty(num_rows, *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        """Give the gradients back."""
-        return AllToAll.apply(grad, ctx.group), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Give the gradients back the same way."""
+        return AllToAll.apply(grad, *ctx.arguments), None, None, None
 
 
 def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
