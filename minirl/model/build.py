@@ -172,9 +172,30 @@ def build_model(
     if kernels:
         fused.install(model, kernels)
 
-    # 2. Split over ranks.
+    # 2. Split over ranks: experts over their axis, matrices over tensor-parallel ranks, and what is
+    # left of them over the others.
+    family = families.FAMILIES[config.model_type]
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
-    _distribute(model, cfg, mesh, tp, reduce_dtype=adapter_dtype)
+    # `validate_lora` refuses it: a tensor rank's part of the bytes is no matrix of its own.
+    assert tp is None or cfg.lora.quantization == "none", "matrices in four bits are cut"
+    if mesh.experts:
+        num_ranks = mesh.experts.experts.size()
+        checks.check_experts_divide(config, f"{section_of(cfg)}'s mixture", num_ranks)
+        experts.divide(model, mesh)
+    if tp:
+        tensor.check_divides(families.divided(config), tp.group.size())
+        tensor.apply(model, tp, (model._tp_plan or {}) | family.plan)
+    sharding.shard(
+        model,
+        [*never_run(model), *layers(model)],
+        mesh.fsdp,
+        compute_dtype=compute_dtype,
+        reduce_dtype=adapter_dtype,
+        reshard_after_forward=cfg.reshard_after_forward,
+        cpu_offload=cfg.cpu_offload,
+        experts=experts.find_experts(model),
+        experts_mesh=mesh.experts.fsdp if mesh.experts else None,
+    )
 
     # 3. Filled from files.
     if base is not None:
@@ -187,7 +208,7 @@ def build_model(
     if score:
         model.forward = functools.partial(score_forward, model, tp=tp)
     else:
-        scale, softcap = families.FAMILIES[config.model_type].head(config)
+        scale, softcap = family.head(config)
         of_head = head_kernels(mesh.device, compute_dtype)
         model.forward = functools.partial(
             packed_forward, model, tp=tp, scale=scale, softcap=softcap, kernels=of_head
@@ -202,49 +223,6 @@ def head_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autogra
     from minirl.model.logprob_kernels import OnePass  # needs Triton
 
     return OnePass
-
-
-def _distribute(
-    model: CausalModel,
-    cfg: PolicyConfig,
-    mesh: Mesh,
-    tp: TensorParallel | None,
-    *,
-    reduce_dtype: torch.dtype,
-) -> None:
-    """Split a model on the meta device over the ranks.
-
-    Args:
-        model: whole.
-        cfg: dtype and memory.
-        mesh: the ranks.
-        tp: tensor parallelism.
-        reduce_dtype: dtype in which gradients are reduced.
-    """
-    # Experts over their axis, matrices over tensor-parallel ranks.
-    config = model.config
-    # `validate_lora` refuses it: a tensor rank's part of the bytes is no matrix of its own.
-    assert tp is None or cfg.lora.quantization == "none", "matrices in four bits are cut"
-    if mesh.experts:
-        num_ranks = mesh.experts.experts.size()
-        checks.check_experts_divide(config, f"{section_of(cfg)}'s mixture", num_ranks)
-        experts.divide(model, mesh)
-    if tp:
-        tensor.check_divides(families.divided(config), tp.group.size())
-        plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
-        tensor.apply(model, tp, plan)
-    # All that is left of them is sharded over the others.
-    sharding.shard(
-        model,
-        [*never_run(model), *layers(model)],
-        mesh.fsdp,
-        compute_dtype=getattr(torch, cfg.dtype),
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=cfg.reshard_after_forward,
-        cpu_offload=cfg.cpu_offload,
-        experts=experts.find_experts(model),
-        experts_mesh=mesh.experts.fsdp if mesh.experts else None,
-    )
 
 
 def _choose_trained(

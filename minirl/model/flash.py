@@ -93,18 +93,15 @@ def forward(
     """Attend from the queries of a block to its keys; see `attention.block_forward`."""
     rows, keys = block.rows, block.key_rows
     inputs = (_pairs(q, rows), _pairs(k, keys), _pairs(v, keys), *_lengths(block))
+    arguments = _arguments(block, options)
     version = choose(q, options.softcap)
     if version:
         out, lse = package_forward(
-            *inputs,
-            options.softcap or 0.0,
-            block.causal,
-            version=version,
-            **_arguments(block, options),
+            *inputs, options.softcap or 0.0, block.causal, version=version, **arguments
         )
     else:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *inputs, 0.0, block.causal, False, **_arguments(block, options)
+            *inputs, 0.0, block.causal, False, **arguments
         )
     return out, lse.t()
 
@@ -125,21 +122,18 @@ def backward(
     whole = _pairs(out, rows), _pairs(lse.t(), rows, 1)
     here = _pairs(q, rows), _pairs(k, keys), _pairs(v, keys)
     inputs = (_pairs(dout, rows), *here, *whole, *_lengths(block))
+    arguments = _arguments(block, options)
     version = choose(q, options.softcap)
     if version:
         block_gradients = package_backward(
-            *inputs,
-            options.softcap or 0.0,
-            block.causal,
-            version=version,
-            **_arguments(block, options),
+            *inputs, options.softcap or 0.0, block.causal, version=version, **arguments
         )
     else:
         # The random state of a dropout of 0, whose values nothing uses.
         random_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         block_gradients = torch.ops.aten._flash_attention_backward(
-            *inputs, 0.0, block.causal, random_state, unused, **_arguments(block, options)
+            *inputs, 0.0, block.causal, random_state, unused, **arguments
         )
     indices = rows, keys, keys
     is_first = not gradients
@@ -326,9 +320,7 @@ def ring_attention(
         The output [T, H, D].
     """
     return ring_kernel()(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+        *(x.contiguous() for x in (q, k, v)),
         block.cu_queries,
         block.longest[0],
         softmax_scale=scale,
