@@ -166,16 +166,6 @@ class Routing:
         for number, router in enumerate(routers):
             router.forward = partial(self._route, number, router.forward)
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss is on."""
-        return bool(self.cfg.aux_loss_coef or self.cfg.z_loss_coef)
-
-    @property
-    def needs_loads(self) -> bool:
-        """Whether the backward needs the counts of the whole step."""
-        return self.cfg.aux_loss_coef > 0
-
     def begin(self, batch: Packed) -> None:
         """Note the rows that the next forward is of, and its recomputation in the backward."""
         self._batch = batch
@@ -185,8 +175,9 @@ class Routing:
     ) -> None:
         """Begin an optimizer step.
 
-        If its backwards need the counts of the whole step, all micro-batches but the first are
-        counted now. That one is counted when it is computed, before the first backward.
+        The auxiliary loss needs the counts of the whole step in each backward, so all micro-batches
+        but the first are counted now. That one is counted when it is computed, before the first
+        backward.
 
         Args:
             num_tokens: in the loss, on all ranks.
@@ -198,7 +189,7 @@ class Routing:
         self._fractions = None
         self._loads = None
         self._num_to_count = len(micro_batches)
-        if self.needs_loads:
+        if self.cfg.aux_loss_coef:
             self._num_to_count = 1
             self._is_counting = True
             for batch in micro_batches[1:]:
@@ -215,7 +206,7 @@ class Routing:
         yield
         self._is_counting = False
         self._num_to_count -= 1
-        if self._num_to_count == 0 and self.needs_loads:
+        if self._num_to_count == 0 and self.cfg.aux_loss_coef:
             self.share(mesh)
 
     def _route(self, number: int, plain: Callable, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,7 +236,8 @@ class Routing:
             experts, weights, logits = outputs
         if self._is_counting:
             self.count(number, logits, experts, batch.loss_rows, choice, own)
-        if self.has_loss and torch.is_grad_enabled() and logits.requires_grad:
+        has_loss = self.cfg.aux_loss_coef or self.cfg.z_loss_coef
+        if has_loss and torch.is_grad_enabled() and logits.requires_grad:
             weights = WithGradient.apply(weights, logits, self, number, batch.loss_rows)
         return (experts, weights, logits) if is_reversed else (logits, weights, experts)
 
@@ -308,7 +300,7 @@ class Routing:
         with torch.enable_grad():
             x = _wide(logits.detach().index_select(0, rows)).requires_grad_()
             value = self.cfg.z_loss_coef * x.logsumexp(-1).square().sum()
-            if self.needs_loads:
+            if self.cfg.aux_loss_coef:
                 assert self._fractions is not None, "share was not called"
                 sums = self._probabilities(x).sum(0)
                 balanced = (self._fractions[number].to(x.dtype) * sums).sum() * self.num_experts
