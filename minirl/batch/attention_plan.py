@@ -113,24 +113,27 @@ def rows_of_rank(
     return [rows[rank], rows[-1 - rank]]
 
 
-def gathered_positions(
-    num_rows: int, start: int, rows_per_rank: int, context: Context | None
-) -> np.ndarray:
-    """Return where each row of a sequence is in the gathered rows of all ranks.
+def gathered_positions(sequences: list[Sequence], context: Context | None) -> Ragged:
+    """Return where the rows of each sequence are in the gathered rows of all ranks.
 
     Args:
-        num_rows: rows of the sequence, before padding.
-        start: the row of a rank at which the sequence begins, the same on every rank.
-        rows_per_rank: rows of all sequences on a rank.
-        context: the ranks that share the sequence.
+        sequences: sequences that lie end to end.
+        context: the ranks that share them.
 
     Returns:
-        int64 [rows after padding].
+        For each sequence, int64 [rows after padding].
     """
-    out = np.empty(padded(num_rows, context), np.int64)
-    for rank in range(context.size if context else 1):
-        rows = np.concatenate(rows_of_rank(num_rows, context, rank))
-        out[rows] = rank * rows_per_rank + start + np.arange(len(rows))
+    num_ranks = context.size if context else 1
+    rows_per_rank = sum(padded(q.num_rows, context) for q in sequences) // num_ranks
+    out = []
+    start = 0  # The row of a rank at which a sequence begins, the same on every rank.
+    for q in sequences:
+        positions = np.empty(padded(q.num_rows, context), np.int64)
+        for rank in range(num_ranks):
+            rows = np.concatenate(rows_of_rank(q.num_rows, context, rank))
+            positions[rows] = rank * rows_per_rank + start + np.arange(len(rows))
+        out.append(positions)
+        start += len(positions) // num_ranks
     return out
 
 
@@ -240,14 +243,10 @@ def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) 
 
 def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
     """Return the chunks of this rank, sequence by sequence."""
-    num_rows_padded = sum(padded(q.num_rows, context) for q in sequences)
-    rows_per_rank = num_rows_padded // context.size if context else num_rows_padded
-    gathered: Ragged = []  # Where the rows of each sequence are in the gathered keys.
+    gathered = gathered_positions(sequences, context)
     out = []
     row = 0
-    for q in sequences:
-        keys = gathered_positions(q.num_rows, row, rows_per_rank, context)
-        gathered.append(keys)
+    for q, keys in zip(sequences, gathered, strict=True):
         # A prompt's keys without the padding of its last chunks.
         prompt = keys[:0]
         if q.shared is not None:

@@ -18,7 +18,7 @@ from minirl.batch.packing import shared_part
 from minirl.parallel.mesh import Mesh
 from minirl.types.packed import Trajectory, prompt_length
 
-# What all ranks know of a trajectory.
+# What all ranks know of a trajectory. They are sorted by the fields in this order.
 HEADER = np.dtype(
     [
         ("group", np.int64),
@@ -145,10 +145,7 @@ def exchange(
         num_sampled = int(t.sampled.sum())
         prompt = zlib.crc32(shared_part(t))
         rows.append((*name, prompt, prompt_length(t), len(t.tokens), num_sampled))
-    headers = np.concatenate(mesh.gather_rows(np.array(rows, HEADER)))
-    # lexsort takes the last key first.
-    names = ("number", "rank", "segment", "episode", "group")
-    headers = headers[np.lexsort([headers[name] for name in names])]
+    headers = np.sort(np.concatenate(mesh.gather_rows(np.array(rows, HEADER))))
     _, groups = np.unique(headers["group"], return_inverse=True)
     totals = np.bincount(groups, weights=headers["num_sampled"])  # Exact up to 2^53.
     group_tokens = totals.astype(np.int64)[groups]

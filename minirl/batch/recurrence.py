@@ -3,13 +3,7 @@
 import numpy as np
 import torch
 
-from minirl.batch.attention_plan import (
-    RowLayout,
-    Sequence,
-    gathered_positions,
-    on_device,
-    padded,
-)
+from minirl.batch.attention_plan import RowLayout, Sequence, gathered_positions, on_device
 from minirl.types.packed import CHUNK, Chunks, Recurrence, Span
 
 
@@ -43,31 +37,22 @@ def build_recurrence(
 
     # 2. Shared prompts, and then sequences that may continue one of them.
     num_prompts = len({q.shared for q in sequences if q.shared is not None})
+    rest = sequences[num_prompts:]
+    spans = []
+    continued = None
     if num_prompts:
-        rest = sequences[num_prompts:]
+        spans.append(span_of(lengths[:num_prompts], 0, None, device))
         continued = np.array([num_prompts if q.shared is None else q.shared for q in rest])
-        first = int(starts[num_prompts])
-        spans = [
-            span_of(lengths[:num_prompts], 0, None, device),
-            span_of(lengths[num_prompts:], first, continued, device),
-        ]
-    else:
-        spans = [span_of(lengths, 0, None, device)]
+    spans.append(span_of(lengths[num_prompts:], int(starts[num_prompts]), continued, device))
 
     gathered = None
     back = None
     context = layout.context
     if context:
-        on_rank = [padded(q.num_rows, context) // context.size for q in sequences]
-        rows_per_rank = sum(on_rank)
-        in_order = []
-        first_row = 0
-        for q, num in zip(sequences, on_rank, strict=True):
-            rows = gathered_positions(q.num_rows, first_row, rows_per_rank, context)
-            in_order.append(rows[: q.num_rows])
-            first_row += num
-        order = np.concatenate(in_order)
-        in_gathered = np.full(rows_per_rank * context.size, num_rows)
+        positions = gathered_positions(sequences, context)
+        without_padding = zip(positions, lengths, strict=True)
+        order = np.concatenate([found[:length] for found, length in without_padding])
+        in_gathered = np.full(sum(map(len, positions)), num_rows)
         in_gathered[order] = np.arange(num_rows)
         gathered = on_device(order, device)
         back = on_device(in_gathered, device)

@@ -10,9 +10,9 @@ and each of the others is in another rendering.
 import bisect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -251,10 +251,11 @@ def _end_of_answers(show: Callable[..., str], stops: list[str]) -> str:
 
 
 class Encoded(NamedTuple):
-    """What became of a row."""
+    """What became of a row, or of all rows of a rank in a step."""
 
-    trajectories: list[Trajectory]  # None if the row is dropped.
-    lost: tuple[bool, bool]  # Whether it is lost, in part or whole, by the two reasons of its kind.
+    trajectories: list[Trajectory]  # Of a row that is dropped: none.
+    # Whether the row is lost, in part or whole, by the two reasons of its kind; or how many are.
+    lost: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -268,10 +269,7 @@ class StepExamples:
     num_lost: list[int]  # Rows that are lost, by each of two reasons.
 
 
-# The number of an example, and what became of its row.
-_Example = tuple[int, Encoded]
-
-
+@dataclass(eq=False, repr=False)
 class Chats:
     """Rows to imitate as token ids, cut to data.max_tokens.
 
@@ -280,55 +278,41 @@ class Chats:
     are few. All ranks call the methods alike.
     """
 
+    rows: Rows  # All rows, as `open_examples` returns them.
+    tokenizer: PreTrainedTokenizerBase  # Has the chat template.
+    stop_ids: list[int]  # Tokens that end an answer.
+    cfg: ChatsConfig | PairsConfig  # Has data.max_tokens.
+    mesh: World  # The ranks.
+    # The only thread that uses the tokenizer, which cannot work in two at once.
+    thread: Executor
+    _: KW_ONLY
+    seed: int  # Of the order.
+    shuffle: bool = True  # Whether the order is for training.
+    vision: Vision | None = None  # How the model reads images; None: it reads none.
+    # A model with a score head reads the end of a sequence. One more token follows, so that the
+    # last token has a row, which is the one that predicts it.
+    score: bool = False
+
     # What the log calls rows that are lost, by the two reasons.
     lost_names = ("rows_cut", "rows_dropped")
     KEPT_BYTES = 2**28  # Of the encoded rows that a rank keeps.
     OBJECT_BYTES = 1000  # Of a trajectory without its tokens.
 
-    def __init__(
-        self,
-        rows: Rows,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: list[int],
-        cfg: ChatsConfig | PairsConfig,
-        mesh: World,
-        thread: Executor,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        vision: Vision | None = None,
-        score: bool = False,
-    ):
+    def __post_init__(self):
         """Put the rows in order, and see that not all will be dropped. Collective.
-
-        Args:
-            rows: all rows, as `open_examples` returns them.
-            tokenizer: has the chat template.
-            stop_ids: tokens that end an answer.
-            cfg: has data.max_tokens.
-            mesh: the ranks.
-            thread: the only one that uses the tokenizer, which cannot work in two at once.
-            seed: of the order.
-            shuffle: whether the order is for training.
-            vision: how the model reads images; None: it reads none.
-            score: a model with a score head reads the end of a sequence. One more token follows, so
-                that the last token has a row, which is the one that predicts it.
 
         Raises:
             UserError: every row is dropped.
         """
-        self.rows = rows
-        self.max_tokens = cfg.max_tokens
-        self.to_examples = partial(to_examples, tokenizer, vision, stop_ids=stop_ids)
-        self.mesh = mesh
-        self.thread = thread
-        self.shuffle = shuffle
-        self.score = score
-        self.order = make_order(rows, seed=seed, shuffle=shuffle)
+        rows = self.rows
+        mesh = self.mesh
+        self.max_tokens = self.cfg.max_tokens
+        self.to_examples = partial(to_examples, self.tokenizer, self.vision, stop_ids=self.stop_ids)
+        self.order = make_order(rows, seed=self.seed, shuffle=self.shuffle)
         self.kept: dict[int, Encoded] = {}  # Encoded rows by their numbers.
         self.num_kept_bytes = 0
         # The examples of the next step, and their encoding.
-        self.ahead: tuple[range, Future[list[_Example]]] | None = None
+        self.ahead: tuple[range, Future[Encoded]] | None = None
 
         # Encode rows until one is not dropped.
         found = False
@@ -359,19 +343,12 @@ class Chats:
             UserError: a row cannot be encoded.
         """
         work = self._begin(numbers)
-        encoded: list[_Example] = []
         with errors_of_all(self.mesh):
-            encoded = work.result()
+            here, num_lost = work.result()
         if self.shuffle:  # an evaluation has no next step
             after = range(numbers.stop, numbers.stop + len(numbers))
             self.ahead = (after, self._begin(after))
-
-        here = []
-        num_lost = np.zeros(2, int)
-        for number, result in encoded:
-            num_lost += result.lost
-            here += [replace(t, group=number) for t in result.trajectories]
-        counts = [len({t.group for t in here}), self.count_tokens(here), *num_lost.tolist()]
+        counts = [len({t.group for t in here}), self.count_tokens(here), *num_lost]
         num_rows, num_tokens, *lost = np.sum(self.mesh.gather(counts), axis=0).tolist()
         return StepExamples(here, num_rows, num_tokens, lost)
 
@@ -379,19 +356,22 @@ class Chats:
         """Return the tokens of examples, in the loss or not."""
         return sum(len(t.tokens) for t in examples)
 
-    def _begin(self, numbers: range) -> Future[list[_Example]]:
+    def _begin(self, numbers: range) -> Future[Encoded]:
         """Begin to encode this rank's examples of a step, unless that has been begun."""
         if self.ahead and self.ahead[0] == numbers:
             return self.ahead[1]
         rows = self.order.rows(numbers.start, numbers.stop).tolist()
 
-        def encode() -> list[_Example]:
+        def encode() -> Encoded:
             """Encode in the thread. A row is always of the same rank, which may have kept it."""
-            return [
-                (numbers.start + place, self._encode_place(rows, place))
-                for place, row in enumerate(rows)
-                if row % self.mesh.world_size == self.mesh.rank
-            ]
+            here: list[Trajectory] = []
+            num_lost = np.zeros(2, int)
+            for place, row in enumerate(rows):
+                if row % self.mesh.world_size == self.mesh.rank:
+                    encoded = self._encode_place(rows, place)
+                    here += [replace(t, group=numbers[place]) for t in encoded.trajectories]
+                    num_lost += encoded.lost
+            return Encoded(here, num_lost.tolist())
 
         return self.thread.submit(encode)
 

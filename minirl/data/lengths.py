@@ -1,5 +1,6 @@
 """Prompts that are too long, found before a run begins: few of them are encoded for it."""
 
+import functools
 import math
 
 import numpy as np
@@ -91,8 +92,7 @@ class LengthBound:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig):
         self.tokenizer = tokenizer
         self.cfg = cfg
-        # How many tokens the template adds at most, by the roles of a chat.
-        self.added_to_chat: dict[tuple[str, ...], float] = {}
+        self.most_added = functools.cache(self._most_added)
 
     def exceeds(self, row: dict) -> bool:
         """Return whether a row's prompt may have more than data.max_prompt_tokens tokens."""
@@ -106,9 +106,7 @@ class LengthBound:
                 return True  # images, or what a template reads next to the content
             num_tokens += self._most_tokens(content)
         roles = tuple([message["role"] for message in messages])
-        if roles not in self.added_to_chat:
-            self.added_to_chat[roles] = self._added(roles)
-        return num_tokens + self.added_to_chat[roles] > self.cfg.max_prompt_tokens
+        return num_tokens + self.most_added(roles) > self.cfg.max_prompt_tokens
 
     def _most_tokens(self, text: str) -> int:
         if text.isascii():
@@ -116,7 +114,7 @@ class LengthBound:
         num_bytes = len(text.encode(errors="replace"))
         return num_bytes + self.NORMALISED * (num_bytes - len(text))
 
-    def _added(self, roles: tuple[str, ...]) -> float:
+    def _most_added(self, roles: tuple[str, ...]) -> float:
         """Return how many tokens the template adds to a chat of these roles at most."""
         lengths = []
         try:

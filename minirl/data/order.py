@@ -25,7 +25,6 @@ from minirl.parallel.mesh import World
 DIGEST = np.dtype([("prompt", ">u8"), ("row", ">u8")])
 DIGEST_BYTES = DIGEST.itemsize
 NUM_PARTS = 64  # Digests are sorted in so many parts; a power of 2.
-ENCODER = json.JSONEncoder()  # as json.dumps has it
 # mark(row): bits that say what a program wants to know of a row, 0 to 255.
 Mark = Callable[[dict], int]
 # Rows that are held out where data.held_out is not set; of fewer than twice so many an eighth.
@@ -107,7 +106,7 @@ def _digest(row: dict, seed: int) -> bytes:
     are only on the same side of the held-out split. A row is lost where both are the same.
     """
     prompt = row.get("prompt") or row
-    prompt_hash = hashlib.sha256(f"{seed} {ENCODER.encode(prompt)}".encode())
+    prompt_hash = hashlib.sha256(f"{seed} {json.dumps(prompt)}".encode())
     half = DIGEST_BYTES // 2
     if prompt is row:
         return prompt_hash.digest()[:DIGEST_BYTES]
@@ -117,7 +116,7 @@ def _digest(row: dict, seed: int) -> bytes:
     if isinstance(metadata, dict) and "source_dataset" in metadata:  # of reasoning-gym
         rest["metadata"] = {k: v for k, v in metadata.items() if k != "source_index"}
     try:
-        text = ENCODER.encode(rest).encode()
+        text = json.dumps(rest).encode()
     except TypeError:  # values that JSON does not have, such as the bytes of Parquet
         text = pickle.dumps(rest)
     prompt_hash.update(text)
@@ -225,7 +224,7 @@ class WeightedOrder(Order):
         largest_remainders = np.argsort(counts - exact, kind="stable")
         counts[largest_remainders[: len(rows) - counts.sum()]] += 1
         self.shares = []  # of each source: its rows, the order among them, examples in an epoch
-        source_numbers = rows.source_numbers()
+        source_numbers = np.searchsorted(rows.first_numbers, rows.numbers, side="right") - 1
         for i, source in enumerate(rows.sources):
             numbers = np.flatnonzero(source_numbers == i)
             count = int(counts[i])
@@ -290,7 +289,6 @@ class Curriculum(Order):
                     f"{self.num_rows} prompts now; resume with the same data",
                 )
                 self.outcomes[:, rows] = arrays["outcomes"]
-        self.weights = self._weights(self.outcomes)  # float64 [N]
         self.first = 0  # The ticket that gets the first of `_rows`.
         self.start(0)
 
@@ -302,7 +300,10 @@ class Curriculum(Order):
         by weight: Efraimidis and Spirakis 2006.
         """
         rng = np.random.default_rng([self.seed, ticket])
-        keys = rng.exponential(size=self.num_rows) / self.weights
+        tries, right = self.outcomes
+        p = (right + 1) / (tries + 2)
+        weights = np.maximum(4 * p * (1 - p), self.floor)
+        keys = rng.exponential(size=self.num_rows) / weights
         self.first = ticket
         self._rows = np.argsort(keys, kind="stable")
 
@@ -315,7 +316,6 @@ class Curriculum(Order):
         tries, right = self.outcomes
         np.add.at(tries, rows, 1)
         np.add.at(right, rows, is_right)
-        self.weights[rows] = self._weights(self.outcomes[:, rows])
 
     def save(self) -> str:
         """Return the outcomes as a text for a checkpoint: about 10 bytes for each row with some."""
@@ -324,9 +324,3 @@ class Curriculum(Order):
         file = io.BytesIO()
         np.savez_compressed(file, rows=rows, outcomes=self.outcomes[:, rows])
         return base64.b64encode(file.getvalue()).decode()
-
-    def _weights(self, outcomes: np.ndarray) -> np.ndarray:
-        """Return the weights of rows with these outcomes, int [2, M]."""
-        tries, right = outcomes
-        p = (right + 1) / (tries + 2)
-        return np.maximum(4 * p * (1 - p), self.floor)

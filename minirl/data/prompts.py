@@ -1,6 +1,7 @@
 """Prompts for RL: what a row asks, and its token ids."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -9,7 +10,7 @@ from minirl.config.shared import DataConfig
 from minirl.data import chat, formats
 from minirl.data.chat import to_messages
 from minirl.data.order import make_order
-from minirl.data.rows import Rows
+from minirl.data.rows import Order, Rows
 from minirl.data.sources import Source, open_rows
 from minirl.data.vision import Vision
 from minirl.parallel.mesh import World
@@ -71,26 +72,21 @@ def _to_prompt(
     return row
 
 
+@dataclass(eq=False, repr=False)
 class Prompts:
     """Rows as token ids. A ticket is the number of a prompt in the order of a run."""
 
-    def __init__(
-        self,
-        rows: Sequence[dict],
-        tokenizer: PreTrainedTokenizerBase,
-        cfg: DataConfig,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        vision: Vision | None = None,
-    ):
-        self.rows = rows
-        self.tokenizer = tokenizer
-        self.cfg = cfg
-        self.vision = vision
-        self.seed = seed
-        self.shuffle = shuffle
-        self.order = make_order(rows, seed=seed, shuffle=shuffle)
+    rows: Sequence[dict]
+    tokenizer: PreTrainedTokenizerBase  # Has the chat template.
+    cfg: DataConfig
+    _: KW_ONLY
+    seed: int  # Of the order.
+    shuffle: bool = True  # Whether the order is for training.
+    vision: Vision | None = None  # How the model reads images; None: it reads none.
+    order: Order = field(init=False)
+
+    def __post_init__(self):
+        self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
 
     @property
     def cut_to(self) -> int:

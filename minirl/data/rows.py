@@ -74,10 +74,6 @@ class Rows(Sequence[dict]):
         source = int(np.searchsorted(self.first_numbers, number, side="right")) - 1
         return Place(self.sources[source], number - int(self.first_numbers[source]))
 
-    def source_numbers(self) -> np.ndarray:
-        """Return the number of each row's source, int64."""
-        return np.searchsorted(self.first_numbers, self.numbers, side="right") - 1
-
     def first_marked(self, bit: int) -> int | None:
         """Return which row is the first with this mark; None: no row has it."""
         marked = np.flatnonzero(self.marks & bit)

@@ -260,18 +260,16 @@ def open_rows(
             f"{weighted[0].label}: give a weight to every source of data.train or to none "
             "(held-out rows are all used once, without weights)"
         )
-    sizes = [len(opened.rows) for opened in sources]
-    labels = [f"the number of rows of {opened.label}" for opened in sources]
-    check_same(dict(zip(labels, sizes, strict=True)), mesh)
-    dtype = np.min_scalar_type(sum(sizes))  # 4 bytes a row, up to four thousand million of them
-    numbers = []
-    first_number = 0
-    for opened, size in zip(sources, sizes, strict=True):
+    check_same({f"the number of rows of {s.label}": len(s.rows) for s in sources}, mesh)
+    dtype = np.min_scalar_type(sum(len(s.rows) for s in sources))  # 4 bytes up to 2**32 rows
+    parts = []
+    first = 0
+    for opened in sources:
+        size = len(opened.rows)
         require(size, f"{opened.label}: no rows")
-        last = first_number + min(size, cfg.max_samples or size)
-        numbers.append(np.arange(first_number, last, dtype=dtype))
-        first_number += size
-    all_numbers = np.concatenate(numbers)
+        parts.append(np.arange(first, first + min(size, cfg.max_samples or size), dtype=dtype))
+        first += size
+    numbers = np.concatenate(parts)
 
     values = dataclasses.asdict(cfg)
     named = {}
@@ -282,8 +280,8 @@ def open_rows(
         sources,
         make_row,
         distinct,
-        all_numbers,
-        marks=np.zeros(len(all_numbers), np.uint8),
+        numbers,
+        marks=np.zeros(len(numbers), np.uint8),
         named=named,
         missing=set(named),
         env_prompts=env_prompts,

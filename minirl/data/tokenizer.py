@@ -36,12 +36,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
     if data:
         use_template(tokenizer, data)
-    if chats and tokenizer.chat_template is None:
-        raise UserError(
-            f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
-            "data.chat_template"
-        )
     if chats:
+        require(
+            tokenizer.chat_template is not None,
+            f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
+            "data.chat_template",
+        )
         named = f"data.chat_template = {data.chat_template}" if data and data.chat_template else ""
         check_template(tokenizer, named or f"policy.model = {folder}: its chat template")
     return tokenizer

@@ -7,7 +7,7 @@ so it gets the text with the places.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -448,12 +448,9 @@ def _check_window(where: str, num_tokens: int, text: PretrainedConfig) -> None:
 
 def read_vision(folder: Path, max_images: int = 0) -> Vision:
     """Return how the model in `folder` reads images, of which the engine takes `max_images`."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-    kinds: dict[str, Callable[[Path, int], Vision]] = {
-        "gemma3": GemmaVision,
-        "gemma4": Gemma4Vision,
-    }
-    return kinds.get(config.model_type, QwenVision)(folder, max_images)
+    kinds: dict[str, type[Vision]] = {"gemma3": GemmaVision, "gemma4": Gemma4Vision}
+    model_type = AutoConfig.from_pretrained(folder).model_type
+    return kinds.get(model_type, QwenVision)(folder, max_images)
 
 
 def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:
