@@ -266,7 +266,7 @@ class Planner:
             if not region:
                 continue
             for common, holders in kind.grid.overlaps(region):
-                sender = self._sender(holders, self.rank)
+                sender = find_sender(holders, self.rank, self.world_size, self.first_receiver)
                 if sender != self.rank:
                     yield Piece(sender, i, common)
 
@@ -281,16 +281,13 @@ class Planner:
             return
         holders = kind.grid.holders[shard]
         for receiver in range(self.first_receiver, self.world_size):
-            sender = self._sender(holders, receiver)
+            sender = find_sender(holders, receiver, self.world_size, self.first_receiver)
             if receiver == self.rank or sender != self.rank:
                 continue
             for wanted in kind.wanted[self.class_of[receiver]]:
                 common = intersect(wanted.region, held)
                 if common:
                     yield Piece(receiver, 0, common)
-
-    def _sender(self, holders: tuple[int, ...], receiver: int) -> int:
-        return find_sender(holders, receiver, self.world_size, self.first_receiver)
 
     def _shard(self, kind: Kind) -> Region:
         """Return the region of a weight that this rank's shard is."""
