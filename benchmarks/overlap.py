@@ -154,7 +154,7 @@ def changed(result: Simulated, what_if: WhatIf, steps: int) -> Simulated:
         environment_seconds=8 * what_if.turn_seconds,
         steps=steps,
     )
-    return result._replace(outcome=overlap.simulate(result.case, job))
+    return result._replace(job=job, outcome=overlap.simulate(result.case, job))
 
 
 def table_of_what_ifs(num_gpus: int, steps: int = STEPS_OF_CHANCE) -> str:

@@ -221,27 +221,38 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
         "ref.reset_optimizer, policy.ema_decay: the moving average would be forgotten too; set one "
         "of them": ref.reset_optimizer and cfg.policy.ema_decay,
     }
-
-    if critic.share_base:
-        policy = cfg.policy
-        no_rank = "lora.rank: nobody trains a shared base, and rank 0 trains all of it; 32 is usual"
-        differs = "with critic.share_base both are of the same base; set both alike"
-        rules |= {
-            f"critic.share_base, policy.{no_rank}": not policy.lora.rank,
-            f"critic.share_base, critic.{no_rank}": not critic.lora.rank,
-            "critic.share_base, critic.model: the base is the policy's; unset one": critic.model,
-            f"policy.dtype, critic.dtype: {differs}": policy.dtype != critic.dtype,
-            f"policy.cpu_offload, critic.cpu_offload: {differs}": (
-                policy.cpu_offload != critic.cpu_offload
-            ),
-            f"policy.lora.quantization, critic.lora.quantization: {differs}": (
-                policy.lora.quantization != critic.lora.quantization
-            ),
-        }
     _refuse(cfg, rules)
+    validate_shared_base(cfg)
     validate_sides(cfg)
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
+
+
+def validate_shared_base(cfg: RLConfig) -> None:
+    """Refuse a critic that cannot share the policy's base.
+
+    Raises:
+        UserError: for the first rule that is broken.
+    """
+    policy = cfg.policy
+    critic = cfg.critic
+    if not critic.share_base:
+        return
+    no_rank = "lora.rank: nobody trains a shared base, and rank 0 trains all of it; 32 is usual"
+    differs = "with critic.share_base both are of the same base; set both alike"
+    rules: Rules = {
+        f"critic.share_base, policy.{no_rank}": not policy.lora.rank,
+        f"critic.share_base, critic.{no_rank}": not critic.lora.rank,
+        "critic.share_base, critic.model: the base is the policy's; unset one": critic.model,
+        f"policy.dtype, critic.dtype: {differs}": policy.dtype != critic.dtype,
+        f"policy.cpu_offload, critic.cpu_offload: {differs}": (
+            policy.cpu_offload != critic.cpu_offload
+        ),
+        f"policy.lora.quantization, critic.lora.quantization: {differs}": (
+            policy.lora.quantization != critic.lora.quantization
+        ),
+    }
+    _refuse(cfg, rules)
 
 
 def validate_sides(cfg: RLConfig) -> None:

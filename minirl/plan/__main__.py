@@ -155,7 +155,7 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
     more = ""
     if flags.overlap:
         tried = (flags.gpus, card, gpus_per_node, lengths, flags.turn_seconds)
-        more = overlap.table(overlap.compare(workload, *tried), lengths, flags.turn_seconds)
+        more = overlap.table(overlap.compare(workload, *tried))
     return plan, advise(workload, card, gpus_per_node), more
 
 
@@ -221,7 +221,6 @@ def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
     `make_plan`.
     """
     cfg = workload.cfg
-    load = workload.load
     sizes = [size for size in SIZES if gpus_per_node % size == 0]
     generates = workload.engine or workload.only_trains
     choices: dict[str, list[Any]] = {
@@ -250,9 +249,7 @@ def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
             changed = cfg
             for name, value in changes:
                 changed = with_setting(changed, name, value)
-            tried_workload = Workload(
-                changed, workload.world_size, workload.models, load.prompt, load.answer
-            )
+            tried_workload = workload.changed(changed, workload.world_size)
             with suppress(UserError):
                 check(tried_workload)
                 plan = make_plan(tried_workload, card, gpus_per_node)
@@ -283,8 +280,7 @@ def page(plan: Plan, advised: list[Advice]) -> str:
     card = plan.card
     # Each rank of a context holds a shard, too.
     shards = workload.world_size // (parallel.replicate * parallel.tensor)
-    num_gpus = sum(side.workload.world_size for side in plan.sides)
-    title = f"{workload.cfg.policy.model} on {num_gpus} x {card.name}"
+    title = f"{workload.cfg.policy.model} on {plan.num_gpus} x {card.name}"
     verdicts = [side.verdict for side in plan.sides]
     lines = [
         *([title, *verdicts] if plan.generators else [f"{title}: {plan.verdict}"]),
@@ -322,7 +318,7 @@ def page(plan: Plan, advised: list[Advice]) -> str:
 def _memory_lines(plan: Plan) -> list[str]:
     """Return what each phase takes, and what the KV cache holds."""
     lines = []
-    for phase, size in most(plan.memory):
+    for phase, size in plan.memory.items():
         largest = most(plan.alive[phase], 4)
         named = [f"{name} {part / GIB:.1f}" for name, part in largest if part > 0.05 * GIB]
         over = "  <- too much" if size > plan.limit else ""

@@ -158,10 +158,9 @@ class Training:
         self.all_gathered = self.root_bytes + in_layers
         self.head = model.vocabulary * model.hidden / self.tensor * has_head
         self.head_trained = self.head * model.root[-1].trained
-        self.experts = sum(num * m.numel for m, num in model.matrices if m.experts)
         self.trained_gathered = self.trained
         if not model.adapters:
-            self.trained_gathered += self.experts * (1 / self.experts_over - 1 / self.tensor)
+            self.trained_gathered += model.in_experts * (1 / self.experts_over - 1 / self.tensor)
         whole_fits = WIDE * self.trained_gathered <= WHOLE_GRADIENT_BYTES
         self.keeps_whole = {"whole": True, "sharded": False, "auto": whole_fits}[policy.accumulate]
         whole = self.trained_gathered * master
@@ -457,7 +456,7 @@ class Training:
         received = (self.all_gathered - self.root_bytes) * others
         if parallel.experts > 1:  # FSDP has fewer shards of them.
             shards = self.world_size // (parallel.replicate * parallel.experts)
-            of_experts = self.experts / self.experts_over * self.element
+            of_experts = self.model.in_experts / self.experts_over * self.element
             received -= of_experts * (1 / shards - 1 / self.shards)
         # What the ranks of the same sequences send one another, forward.
         of_row = 0.0

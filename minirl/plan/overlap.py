@@ -6,7 +6,6 @@ is what `python -m minirl.plan --overlap` prints.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,6 @@ import numpy as np
 
 from minirl.base.errors import UserError
 from minirl.config.rl import RLConfig
-from minirl.config.shared import RolloutConfig
 from minirl.plan import simulation
 from minirl.plan.cards import GIB, Card
 from minirl.plan.plan import HOST_SECONDS_PER_LAYER, Engine, Plan, Workload, check, make_plan
@@ -54,6 +52,7 @@ class Simulated(NamedTuple):
 
     case: Case
     plan: Plan
+    job: Job
     outcome: Outcome
 
 
@@ -117,7 +116,7 @@ def job_of(
     workload = plan.workload
     cfg = workload.cfg
     assert isinstance(cfg, RLConfig)
-    generating = plan.generators or plan
+    generating = plan.sides[-1]
     engine = engine or generating.engine
     assert engine
     load = workload.load
@@ -130,7 +129,6 @@ def job_of(
     num_layers = workload.models["policy"].num_layers
     if plan.generators:
         training.append("sleep_wake")
-    num_gpus = sum(side.workload.world_size for side in plan.sides)
     return Job(
         prompts=cfg.rollout.prompts_per_step,
         samples=load.samples,
@@ -140,34 +138,26 @@ def job_of(
         num_engines=generating.workload.world_size // engine.ranks,
         slots=int(engine.slots(length)),
         step_seconds=partial(engine.step_seconds, larger=np.maximum),
-        token_seconds=float(engine.prefill_seconds(1.0)),
+        token_seconds=engine.token_seconds,
         train_seconds=sum(seconds.get(phase, 0.0) for phase in training),
         update_seconds=seconds["optimizer"],
         part_seconds=passes * num_layers * HOST_SECONDS_PER_LAYER,
         refit_seconds=seconds["refit"],
         sleep_seconds=0.0 if plan.generators else seconds["sleep_wake"],
-        steps=18 if num_gpus <= MANY_GPUS else 12,
+        steps=18 if plan.num_gpus <= MANY_GPUS else 12,
     )
 
 
 def simulate(case: Case, job: Job, *, recompute: bool = True) -> Outcome:
     """Return what a job gives in the way of a case; `recompute` is `rollout.kv`."""
     bound = case.max_staleness
-    ways: dict[Way, Callable[[Job], Outcome]] = {
-        "colocated": simulation.colocated,
-        "ahead": partial(simulation.colocated, ahead=case.ahead, max_staleness=bound),
-        "lockstep": simulation.lockstep,
-        "stream": simulation.stream,
-        "inflight": partial(
-            simulation.inflight,
-            max_staleness=bound,
-            ahead=RolloutConfig(
-                prompts_per_step=job.prompts, overlap="inflight", max_staleness=bound
-            ).num_ahead,
-            recompute=recompute,
-        ),
-    }
-    return ways[case.way](job)
+    if case.way == "lockstep":
+        return simulation.lockstep(job)
+    if case.way == "stream":
+        return simulation.stream(job)
+    if case.way == "inflight":
+        return simulation.inflight(job, max_staleness=bound, recompute=recompute)
+    return simulation.colocated(job, ahead=case.ahead, max_staleness=bound)
 
 
 def compare(
@@ -194,11 +184,8 @@ def compare(
     assert isinstance(cfg, RLConfig)
     results: list[Simulated] = []
     reasons: dict[Way, str] = {}
-    load = workload.load
     for case in cases(num_gpus, cfg.engine.tensor_parallel_size, cfg.rollout.prompts_per_step):
-        num_ranks = num_gpus - case.generators
-        given = (num_ranks, workload.models, load.prompt, load.answer)
-        tried = Workload(with_case(cfg, case), *given)
+        tried = workload.changed(with_case(cfg, case), num_gpus - case.generators)
         try:
             check(tried)
         except UserError as error:
@@ -211,7 +198,7 @@ def compare(
         job = job_of(plan, lengths, turn_seconds)
         job = dataclasses.replace(job, steps=steps or job.steps)
         outcome = simulate(case, job, recompute=cfg.rollout.kv == "recompute")
-        results.append(Simulated(case, plan, outcome))
+        results.append(Simulated(case, plan, job, outcome))
     done = {result.case.way for result in results}
     missing = {way: reason for way, reason in reasons.items() if way not in done}
     return Comparison(results, missing)
@@ -219,16 +206,13 @@ def compare(
 
 def best_of_each(results: list[Simulated]) -> list[Simulated]:
     """Return the fastest result of each way and bound of staleness."""
-    best: dict[tuple[Way, int], Simulated] = {}
+    kinds: dict[tuple[Way, int], list[Simulated]] = {}
     for result in results:
-        case = result.case
-        kind = (case.way, case.max_staleness)
-        if kind not in best or _seconds(result) < _seconds(best[kind]):
-            best[kind] = result
-    return list(best.values())
+        kinds.setdefault((result.case.way, result.case.max_staleness), []).append(result)
+    return [min(of_kind, key=_seconds) for of_kind in kinds.values()]
 
 
-def table(comparison: Comparison, lengths: Lengths, turn_seconds: float = 0.0) -> str:
+def table(comparison: Comparison) -> str:
     """Return what `compare` has found, for people."""
     results, reasons = comparison
     whys = [f"  no {way}: {reason}" for way, reason in reasons.items()]
@@ -237,12 +221,8 @@ def table(comparison: Comparison, lengths: Lengths, turn_seconds: float = 0.0) -
     columns: list[tuple[Way, int]] = [("lockstep", 0), ("stream", 0)]
     columns += [("inflight", most) for most in STALENESS]
     names = [f"{way} {most}" if most else way for way, most in columns]
-    lines = [
-        "",
-        "",
-        "steps of every way, simulated: seconds (inflight: with rollout.max_staleness)",
-    ]
-    lines.append(f"  generators{''.join(f'{name:>12}' for name in names)}")
+    title = "steps of every way, simulated: seconds (inflight: with rollout.max_staleness)"
+    lines = ["", "", title, f"  generators{''.join(f'{name:>12}' for name in names)}"]
     seconds = {result.case[:3]: f"{result.outcome.seconds:.1f}" for result in results}
     for generators in sorted({result.case.generators for result in results} - {0}):
         row = [seconds.get((way, generators, most), "-") for way, most in columns]
@@ -264,7 +244,7 @@ def table(comparison: Comparison, lengths: Lengths, turn_seconds: float = 0.0) -
         kind = "ranks that do both" if is_split else "generators on ranks of their own"
         words += f"; the fastest of {kind}, {other.case.flags}, takes "
         words += f"{_seconds(other) / _seconds(fastest):.2f} times as long"
-    return "\n".join([*lines, words, "", _assumptions(fastest, lengths, turn_seconds)])
+    return "\n".join([*lines, words, "", _assumptions(fastest.job)])
 
 
 def _seconds(result: Simulated) -> float:
@@ -283,18 +263,18 @@ def _line(result: Simulated) -> str:
     )
 
 
-def _assumptions(result: Simulated, lengths: Lengths, turn_seconds: float) -> str:
+def _assumptions(job: Job) -> str:
     """Return what the simulation rests on, with the speeds of the fastest way."""
-    job = job_of(result.plan, lengths, turn_seconds)
-    drawn = lengths.draw(np.random.default_rng(0), 2000, job.samples)
+    drawn = job.lengths.draw(np.random.default_rng(0), 2000, job.samples)
     quantiles = [f"{int(n):,}" for n in np.quantile(drawn, (0.5, 0.9, 0.99, 1.0))]
     running = np.array([1.0, float(job.slots)])
     contexts = running * (job.prompt_tokens + drawn.mean() / 2)
     alone, many = job.step_seconds(running, contexts).tolist()
     environment = f"{job.environment_seconds:g} s of an environment an answer, "
+    environment *= job.environment_seconds > 0
     return (
         f"assumed: answers of {', '.join(quantiles)} tokens (50, 90, 99, 100 %), mean "
-        f"{drawn.mean():,.0f}; {environment * (turn_seconds > 0)}a sequence alone in its engine "
+        f"{drawn.mean():,.0f}; {environment}a sequence alone in its engine "
         f"gets {1 / alone:.0f} tokens/s, each of {job.slots} {1 / many:.0f}; with the fastest way "
         f"training takes {job.train_seconds + job.update_seconds:.1f} s and a refit "
         f"{job.refit_seconds:.2f} s. No evaluation, no checkpoint, no failures, engines alike."

@@ -2,15 +2,15 @@
 
 What training each model costs is in costs.py. Here is what a config asks for, what is on a GPU at
 the same time, and what takes turns. With `parallel.generators` ranks that train and ranks that
-generate have a plan each: `TrainerPlan` and its `generators`.
+generate have a plan each: `Plan` and its `generators`.
 """
 
 import copy
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minirl.base.errors import require
@@ -187,21 +187,22 @@ class Workload:
 
     @property
     def who(self) -> str:
-        """Return how many ranks these are of which kind; empty: all do everything."""
+        """Begin a line with how many ranks these are of which kind; empty: all do everything."""
+        if not (self.only_generates or self.only_trains):
+            return ""
         kind = "generator" if self.only_generates else "trainer"
-        has_kinds = self.only_generates or self.only_trains
-        return f"{self.world_size} {kind}{'s' * (self.world_size > 1)}" if has_kinds else ""
+        return f"{self.world_size} {kind}{'s' * (self.world_size > 1)}: "
+
+    def changed(
+        self, cfg: TrainingConfig, world_size: int, *, only_generates: bool = False
+    ) -> "Workload":
+        """Return what as many other ranks do by another config, with models and lengths of this."""
+        given = (self.models, self.load.prompt, self.load.answer)
+        return Workload(cfg, world_size, *given, only_generates=only_generates)
 
     def of_generators(self) -> "Workload":
         """Return what the generators of these trainers do."""
-        return Workload(
-            self.cfg,
-            self.cfg.parallel.generators,
-            self.models,
-            self.load.prompt,
-            self.load.answer,
-            only_generates=True,
-        )
+        return self.changed(self.cfg, self.cfg.parallel.generators, only_generates=True)
 
     def choices(self) -> Iterator["Workload"]:
         """Yield what the run may do: with tokens_per_rank = 0 in few micro-batches first."""
@@ -248,15 +249,7 @@ def check(workload: Workload) -> None:
     if isinstance(cfg, RLConfig):
         validate.validate_sides(cfg)
         validate.validate_model(cfg.critic, "critic", cfg.parallel.tensor)
-        bases = []
-        for role in (cfg.policy, cfg.critic):
-            bases.append((role.lora.rank > 0, role.dtype, role.cpu_offload, role.lora.quantization))
-        require(
-            not cfg.critic.share_base
-            or (bases[0] == bases[1] and cfg.policy.lora.rank and not cfg.critic.model),
-            "critic.share_base: policy and critic must both have adapters of one model, and be "
-            "alike in dtype, cpu_offload and lora.quantization",
-        )
+        validate.validate_shared_base(cfg)
     generating = workload.of_generators() if workload.only_trains else workload
     if generating.engine:
         ranks = generating.engine.tensor_parallel_size
@@ -304,14 +297,8 @@ class Engine:
                 of_number = {"float32": 4, "bfloat16": 2, "float16": 2}.get(state, element)
                 self.state_bytes += num * state_size * of_number / self.ranks
         # Of a mixture: the bytes of all experts, and the share of them that a token passes.
-        self.expert_weights = 0.0
-        self.share_of_token = 0.0
-        for matrix, num in self.model.matrices:
-            self.expert_weights += num * matrix.numel * element / self.ranks * bool(matrix.experts)
-        for layer in self.model.layers:
-            self.share_of_token = max(
-                self.share_of_token, layer.experts_of_token / max(1, layer.experts)
-            )
+        self.expert_weights = self.model.in_experts * element / self.ranks
+        self.share_of_token = max(layer.share_of_token for layer in self.model.layers)
         # Of reading a token, where all of a batch's products are computed at once.
         self.token_seconds = card.computing(costs.forward_flops(self.model, 1, 1, 0) / self.ranks)
         self.fills_its_share = False  # vLLM measures what is left for the cache.
@@ -346,15 +333,12 @@ class Engine:
 
     def config(self, sleep: Sleep) -> EngineConfig:
         """Return its settings for vLLM, which demands that its share is free when it starts."""
-        if self.fills_its_share:
-            return dataclasses.replace(self.cfg, sleep=sleep)
-        share = self.total / (self.card.memory_gib * GIB)
-        return dataclasses.replace(
-            self.cfg,
-            sleep=sleep,
-            kv_cache_gb=self.cache / GIB,
-            gpu_memory_utilization=min(share, self.cfg.gpu_memory_utilization),
-        )
+        cfg = dataclasses.replace(self.cfg, sleep=sleep)
+        if not self.fills_its_share:
+            cfg.kv_cache_gb = self.cache / GIB
+            share = self.total / (self.card.memory_gib * GIB)
+            cfg.gpu_memory_utilization = min(share, cfg.gpu_memory_utilization)
+        return cfg
 
     def stays(self, sleep: Sleep) -> Parts:
         """Return what is on the device while the trainer works."""
@@ -379,15 +363,11 @@ class Engine:
         slots = self.slots(workload.load.prompt + workload.load.answer / 2)
         return min(num * self.ranks / workload.world_size, slots)
 
-    def prefill_seconds(self, tokens: Any) -> Any:
-        """Return the seconds of reading so many tokens, a number or an array."""
-        return tokens * self.token_seconds
-
     def recompute_seconds(self) -> float:
         """Return the seconds of reading again what was generated so far, under new weights."""
         load = self.workload.load
         tokens = self.at_once() * (load.prompt / load.samples + load.answer / 2)
-        return float(self.prefill_seconds(tokens))
+        return tokens * self.token_seconds
 
     def step_seconds(
         self, running: Any, contexts: Any, larger: Callable[[Any, Any], Any] = max
@@ -406,7 +386,7 @@ class Engine:
         unread = self.expert_weights * (1 - self.share_of_token) ** running
         cached = contexts * self.kv_bytes + 2 * running * self.state_bytes
         reading = self.card.moving(self.weights - unread + cached)
-        step = larger(reading, self.prefill_seconds(running))
+        step = larger(reading, running * self.token_seconds)
         if self.cfg.enforce_eager:
             step = larger(step, EAGER_SECONDS_PER_LAYER * model.num_layers)
         # While the device computes a step, the host prepares the next one.
@@ -429,7 +409,7 @@ class Engine:
         if not self.workload.never_waits:
             waves = max(1.0, waves)
         prompts = num_sequences / load.samples * load.prompt
-        return float(waves * load.answer * step + self.prefill_seconds(prompts))
+        return float(waves * load.answer * step + prompts * self.token_seconds)
 
     def in_refit(self, policy: Training) -> Parts:
         """Return what is on the device while it gets the policy's weights."""
@@ -464,11 +444,10 @@ class Plan:
         card: the GPUs.
         gpus_per_node: how many of them are linked.
         checkpointing: of the policy: off, selective or full.
-        sleep: what sleeps in turn, if there is an engine.
+        sleep: what sleeps in turn, if there is an engine. Of ranks that only train: all: a model is
+            in host memory while another one computes; or none.
         liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
     """
-
-    generators: "GeneratorPlan | None" = None  # Of ranks that generate for these.
 
     def __init__(
         self,
@@ -481,19 +460,32 @@ class Plan:
         liger: bool = True,
     ):
         self.sleep = sleep
+        self.offloads = sleep == "all"  # Models are in host memory while they do not compute.
         self.workload = workload
         self.card = card
         self.checkpointing = checkpointing
         self.limit = card.memory_gib * GIB * (1 - FRAGMENTS)  # Bytes that a GPU has for all this.
         self.engine = Engine(workload, workload.engine, card) if workload.engine else None
+        self.generators: GeneratorPlan | None = None  # Of ranks that generate for these.
+        self.sides: list[Plan] = [self]  # This plan, and that of the generators.
+        if workload.only_trains:
+            generating = workload.of_generators()
+            self.generators = GeneratorPlan(generating, card, gpus_per_node, "off", "none")
+            self.sides.append(self.generators)
+            # Each trainer sends its share of the weights to every engine.
+            received = self.generators.engine.weights * generating.world_size
+            self.sent = received / workload.world_size
+        self.num_gpus = sum(side.workload.world_size for side in self.sides)
+        self.is_across = self.num_gpus > gpus_per_node  # Several nodes.
         self.trained: dict[str, Training] = {}
         cfg = workload.cfg
+        losses: dict[str, costs.LossName] = {"policy": "policy", "critic": "value"}
+        if isinstance(cfg, RMConfig):
+            losses["policy"] = "reward"
         models = {} if workload.only_generates else workload.models
         for name, model in models.items():
             critic = cfg.critic if isinstance(cfg, RLConfig) and name == "critic" else None
             policy = critic or cfg.policy
-            score: costs.LossName = "value" if critic else "reward"
-            has_score = critic or (isinstance(cfg, RMConfig) and name == "policy")
             self.trained[name] = Training(
                 model=model,
                 card=card,
@@ -502,7 +494,7 @@ class Plan:
                 policy=policy,
                 parallel=cfg.parallel,
                 load=workload.load,
-                loss=score if has_score else "policy" if name == "policy" else "frozen",
+                loss=losses.get(name, "frozen"),
                 shares_base=critic is not None and critic.share_base,
                 fused=liger if policy.kernels == "auto" else policy.kernels != "torch",
                 checkpointing=checkpointing,
@@ -514,37 +506,27 @@ class Plan:
         self.alive = self._alive()  # Most bytes at once by phase, and what they are for.
         sums = {phase: sum(parts.values()) for phase, parts in self.alive.items()}
         self.memory = dict(most(sums))
+        self.fullest, self.needed = most(self.memory)[0]  # A phase, and its bytes.
+        self.peak = max(side.needed for side in self.sides)
+        self.used = self.needed / (card.memory_gib * GIB)  # Share of the card.
         self.seconds = self._seconds()  # Of a step, by phase.
-
-    @property
-    def busy_seconds(self) -> float:
-        """Return the seconds of a step in which these ranks work."""
-        return sum(self.seconds.values())
+        self.busy_seconds = sum(self.seconds.values())  # Of a step, in which these ranks work.
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of a step."""
-        return self.busy_seconds
-
-    @property
-    def sides(self) -> list["Plan"]:
-        """Return this plan and that of the generators, if there are any."""
-        return [self, self.generators] if self.generators else [self]
-
-    @property
-    def peak(self) -> float:
-        """Return the bytes on the fullest GPU of all."""
-        return max(max(plan.memory.values()) for plan in self.sides)
-
-    @property
-    def used(self) -> float:
-        """Return the share of the card that the fullest phase takes."""
-        return most(self.memory)[0][1] / (self.card.memory_gib * GIB)
-
-    @property
-    def offloads(self) -> bool:
-        """Return whether models are in host memory while they do not compute."""
-        return self.sleep == "all"
+        """Return the seconds of a step. Trainers and generators work at the same time."""
+        if not self.generators:
+            return self.busy_seconds
+        draw = self.generators.busy_seconds
+        refit = self.seconds["refit"]
+        train = self.busy_seconds - refit
+        cfg = self.workload.cfg
+        if isinstance(cfg, RLConfig) and cfg.rollout.overlap == "stream":
+            # The last micro-batch waits for the last answers.
+            update = self.seconds["optimizer"]
+            passes = train - update
+            return refit + max(draw + passes / self.workload.load.num_micro, passes) + update
+        return refit + max(train, draw)
 
     @property
     def lacks(self) -> str:
@@ -554,11 +536,10 @@ class Plan:
     @property
     def shortage(self) -> str:
         """Return what does not fit on these ranks; empty: all does."""
-        phase, needed = most(self.memory)[0]
-        if needed > self.limit:
-            part, size = most(self.alive[phase])[0]
+        if self.needed > self.limit:
+            part, size = most(self.alive[self.fullest])[0]
             return (
-                f"{phase} needs {needed / GIB:.1f} GiB of {self.limit / GIB:.1f}; "
+                f"{self.fullest} needs {self.needed / GIB:.1f} GiB of {self.limit / GIB:.1f}; "
                 f"{size / GIB:.1f} are {part}"
             )
         on_host = self.on_host / GIB
@@ -578,12 +559,12 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Return whether it fits on these ranks, and with which checkpointing."""
-        phase, size = most(self.memory)[0]
-        who = f"{self.workload.who}: " if self.workload.who else ""
+        who = self.workload.who
         if self.shortage:
             return f"{who}DOES NOT FIT: {self.shortage}"
         how = f" with activation checkpointing {self.checkpointing}" if self.trained else ""
-        return f"{who}fits{how}: at most {size / GIB:.1f} of {self.limit / GIB:.1f} GiB ({phase})"
+        room = f"{self.needed / GIB:.1f} of {self.limit / GIB:.1f} GiB"
+        return f"{who}fits{how}: at most {room} ({self.fullest})"
 
     @property
     def asleep(self) -> str:
@@ -618,7 +599,6 @@ class Plan:
         is_alone = workload.world_size == 1 and not workload.only_trains
         always = {"CUDA context": CONTEXT, "NCCL": 0.0 if is_alone else NCCL}
         phases: dict[str, Parts] = {}
-        kept = self._kept()
         # The optimizer's state sleeps until the first step, if an engine has put it to sleep.
         sleeping: tuple[str, ...] = ()
         if engine and self.offloads:
@@ -630,12 +610,9 @@ class Plan:
             if not self.offloads:
                 phases["refit"] |= {costs.PARAMETERS: policy.parameters} | always
                 phases["refit"][costs.OPTIMIZER] = policy.optimizer
-                for parts in kept.values():
-                    phases["rollout"] |= parts
+                phases["rollout"] |= self._kept()
         for name, training in self.trained.items():
-            others: Parts = {}
-            for other, parts in kept.items():
-                others |= parts if other != name else {}
+            others = self._kept(but=name)
             for phase, parts in training.alive.items():
                 if name == "policy" and (phase != "annotate" or workload.num_annotations):
                     phases[phase] = always | others | parts
@@ -643,21 +620,24 @@ class Plan:
                         phases[phase].pop(costs.OPTIMIZER)
                 elif name != "policy" and (phase in TRAINS or not training.trains):
                     phases[f"{name}, {phase}"] = always | others | parts
+        if self.generators:
+            phases["refit"] = always | {"send buffers": self.sent} | self._kept()
         return phases
 
-    def _kept(self) -> dict[str, Parts]:
-        """Return what each model keeps on the device while another one computes."""
+    def _kept(self, but: str = "") -> Parts:
+        """Return what all models, but for one, keep on the device while they do not compute."""
         kept = {}
         for name, training in self.trained.items():
             stays = name == "policy" or not self.offloads
-            kept[name] = {f"{name}'s parameters": training.parameters * stays}
-            if not (self.engine and self.offloads):
-                kept[name][f"{name}'s optimizer state"] = training.optimizer * stays
+            if name != but:
+                kept[f"{name}'s parameters"] = training.parameters * stays
+            if name != but and not (self.engine and self.offloads):
+                kept[f"{name}'s optimizer state"] = training.optimizer * stays
         return kept
 
     def _sleeps(self, name: str) -> bool:
         """Return whether a model is in host memory in a part of each step."""
-        return self.offloads and self.engine is not None
+        return self.offloads and (bool(self.engine) or (bool(self.generators) and name != "policy"))
 
     def _seconds(self) -> dict[str, float]:
         """Return the seconds of a step's phases: the longer of computing and sending."""
@@ -666,6 +646,9 @@ class Plan:
         card = self.card
         policy = self.trained["policy"]
         seconds: dict[str, float] = {}
+        moved = 0.0
+        for name, training in self.trained.items():
+            moved += (training.parameters + training.optimizer) * self._sleeps(name)
         if engine:
             seconds["rollout"] = engine.seconds()
             # A rank has its own shard already.
@@ -673,13 +656,14 @@ class Plan:
             if policy.model.adapters:
                 merged = MERGE_BYTES * policy.model.parameters / policy.shards / policy.tensor
                 seconds["refit"] += card.moving(merged) + card.to_host(policy.sleeping_base)
-            moved = engine.on_host * (self.sleep in ("engine", "all"))
-            for training in self.trained.values():
-                moved += (training.parameters + training.optimizer) * self.offloads
-            unmapped = engine.mapped(self.sleep) + self._given_back()
-            mapped = engine.mapped(self.sleep)
-            seconds["sleep_wake"] = MAP_SECONDS * (unmapped + mapped) / GIB
-            seconds["sleep_wake"] += card.to_host(2 * moved)
+            moved += engine.on_host * (self.sleep in ("engine", "all"))
+            mapped = 2 * engine.mapped(self.sleep) + self._given_back()
+            seconds["sleep_wake"] = MAP_SECONDS * mapped / GIB + card.to_host(2 * moved)
+        elif self.generators:
+            slower = max(self.sent, self.generators.engine.weights)
+            seconds["refit"] = card.sending(slower, across=self.is_across)
+            if moved:
+                seconds["sleep_wake"] = card.to_host(2 * moved)
         num_micro = workload.load.num_micro * workload.num_updates
         for phase in ("annotate", "forward", "backward", "optimizer"):
             total = 0.0
@@ -716,18 +700,9 @@ class Plan:
 
 
 class GeneratorPlan(Plan):
-    """What the ranks take that only generate: an engine that never sleeps, and a refit's buffers.
-
-    Args:
-        workload: what they do.
-        card: the GPUs.
-        gpus_per_node: how many of them are linked.
-    """
+    """What ranks take that only generate: an engine that never sleeps, and a refit's buffers."""
 
     engine: Engine
-
-    def __init__(self, workload: Workload, card: Card, gpus_per_node: int):
-        super().__init__(workload, card, gpus_per_node, "off", "none")
 
     def _alive(self) -> dict[str, Parts]:
         """Return what is on the device. A refit is between two steps of the engine."""
@@ -743,88 +718,9 @@ class GeneratorPlan(Plan):
         return seconds
 
 
-class TrainerPlan(Plan):
-    """What the ranks take that only train, while others generate.
-
-    Args:
-        workload: what they do.
-        card, gpus_per_node, checkpointing, liger: as those of `Plan`.
-        sleep: all: a model is in host memory while another one computes; or none.
-        generators: the plan of the others.
-    """
-
-    generators: GeneratorPlan
-
-    def __init__(
-        self,
-        workload: Workload,
-        card: Card,
-        gpus_per_node: int,
-        checkpointing: Checkpointing,
-        sleep: Sleep = "none",
-        *,
-        generators: GeneratorPlan,
-        liger: bool = True,
-    ):
-        self.generators = generators
-        num_ranks = workload.world_size + generators.workload.world_size
-        self.is_across = num_ranks > gpus_per_node  # A refit, several nodes.
-        # Each trainer sends its share of the weights to every engine.
-        received = generators.engine.weights * generators.workload.world_size
-        self.sent = received / workload.world_size
-        super().__init__(workload, card, gpus_per_node, checkpointing, sleep, liger=liger)
-
-    @property
-    def step_seconds(self) -> float:
-        """Return the seconds of a step. Both kinds of ranks work at the same time."""
-        cfg = self.workload.cfg
-        draw = self.generators.busy_seconds
-        refit = self.seconds["refit"]
-        train = self.busy_seconds - refit
-        if isinstance(cfg, RLConfig) and cfg.rollout.overlap == "stream":
-            # The last micro-batch waits for the last answers.
-            update = self.seconds["optimizer"]
-            passes = train - update
-            return refit + max(draw + passes / self.workload.load.num_micro, passes) + update
-        return refit + max(train, draw)
-
-    def _sleeps(self, name: str) -> bool:
-        """Return whether a model is in host memory in a part of each step."""
-        return self.offloads and name != "policy"
-
-    def _alive(self) -> dict[str, Parts]:
-        """Return what is on the device in each phase."""
-        refit = {"CUDA context": CONTEXT, "NCCL": NCCL, "send buffers": self.sent}
-        for parts in self._kept().values():
-            refit |= parts
-        return super()._alive() | {"refit": refit}
-
-    def _seconds(self) -> dict[str, float]:
-        """Return the seconds of a step's phases."""
-        slower = max(self.sent, self.generators.engine.weights)
-        seconds = {"refit": self.card.sending(slower, across=self.is_across)}
-        moved = 0.0
-        for name, training in self.trained.items():
-            moved += (training.parameters + training.optimizer) * self._sleeps(name)
-        if moved:
-            seconds["sleep_wake"] = self.card.to_host(2 * moved)
-        return seconds | super()._seconds()
-
-
 def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
     """Return the largest sizes and their names, the largest first."""
     return sorted(sizes.items(), key=lambda item: -item[1])[:num]
-
-
-def planner_of(
-    workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
-) -> Callable[..., Plan]:
-    """Return what makes plans of a workload, given it, checkpointing and sleep."""
-    given: dict[str, Any] = {"card": card, "gpus_per_node": gpus_per_node, "liger": liger}
-    if not workload.only_trains:
-        return functools.partial(Plan, **given)
-    generators = GeneratorPlan(workload.of_generators(), card, gpus_per_node)
-    return functools.partial(TrainerPlan, **given, generators=generators)
 
 
 def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool = True) -> Plan:
@@ -842,7 +738,7 @@ def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
         sleeps = (workload.engine.sleep if workload.engine else "all",)
     if workload.only_trains:  # A policy alone has nobody to make room for.
         sleeps = ("none", "all") if len(workload.models) > 1 else ("none",)
-    plan_of = planner_of(workload, card, gpus_per_node, liger=liger)
+    plan_of = partial(Plan, card=card, gpus_per_node=gpus_per_node, liger=liger)
     fitting: list[Plan] = []
     for checkpointing in kinds:
         for sleep in sleeps:
@@ -907,7 +803,7 @@ def announce(
     card = of_device(name, -int(mesh.maxima(torch.tensor([-memory]))))
     if mesh.side == "generators":
         workload = Workload(cfg, mesh.world_size, models, only_generates=True)
-        return GeneratorPlan(workload, card, per_node), []
+        return GeneratorPlan(workload, card, per_node, "off", "none"), []
     workload = Workload(cfg, mesh.world_size, models)
     if is_cuda:
         plan = make_plan(workload, card, per_node, liger=fused.has_liger())
@@ -915,9 +811,8 @@ def announce(
     else:
         wanted = cfg.policy.activation_checkpointing
         checkpointing: Checkpointing = "off" if wanted == "auto" else wanted
-        plan = planner_of(workload, card, per_node, liger=False)(
-            workload, checkpointing=checkpointing
-        )
+        sleep: Sleep = "none" if workload.only_trains else "all"
+        plan = Plan(workload, card, per_node, checkpointing, sleep, liger=False)
         parts = plan.alive["backward"] | {costs.OPTIMIZER: plan.alive["optimizer"][costs.OPTIMIZER]}
         for overhead in ("CUDA context", "NCCL", "engine's graphs"):
             parts.pop(overhead, None)
@@ -978,7 +873,7 @@ def check_lower_bound(plan: Plan) -> None:
 def short(plan: Plan) -> list[str]:
     """Return the lines of a run on GPUs."""
     memory = ", ".join(f"{phase} {size / GIB:.1f}" for phase, size in most(plan.memory, 4))
-    engine = plan.engine or (plan.generators and plan.generators.engine)
+    engine = plan.sides[-1].engine
     cache = f"; KV cache {max(0, engine.kv_tokens):,} tokens an engine" if engine else ""
     load = plan.workload.load
     lines = [

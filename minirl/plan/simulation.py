@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,19 +38,6 @@ WARM_UP = 1 / 3  # Share of the steps that are left out of means.
 
 # --------------------------------------------------------------------------------------------------
 # what is drawn
-
-
-class Lengths(Protocol):
-    """A distribution of lengths."""
-
-    @property
-    def mean(self) -> float:
-        """Return the mean, in tokens."""
-        ...
-
-    def draw(self, rng: np.random.Generator, num_groups: int, samples: int) -> np.ndarray:
-        """Return tokens of answers, float64 [num_groups, samples]."""
-        ...
 
 
 class LogNormal(NamedTuple):
@@ -124,6 +111,9 @@ class Measured:
         groups = rng.integers(len(self.counts), size=(num_groups, 1))
         places = np.arange(samples) % self.counts[groups]
         return np.maximum(self.tokens[self.starts[groups] + places], 1.0)
+
+
+Lengths = LogNormal | Measured
 
 
 def _normal(x: float) -> float:
@@ -518,12 +508,8 @@ class SimulatedRun:
     def _missing(self, goals: list[Goal]) -> list[Goal]:
         """Return what is missing until the goals are reached."""
         versions = self.versions[self._finished()]
-        missing = []
-        for version, num_groups in goals:
-            num_missing = num_groups - int((versions <= version).sum())
-            if num_missing > 0:
-                missing.append(Goal(version, num_missing))
-        return missing
+        left = [Goal(version, num - int((versions <= version).sum())) for version, num in goals]
+        return [goal for goal in left if goal.num_groups > 0]
 
     def _enough_at(self, missing: list[Goal], tickets: np.ndarray, times: np.ndarray) -> float:
         """Return when these groups, which finish at these times, reach what is missing."""

@@ -16,16 +16,13 @@ from minirl.base.reading import is_file, library_reads, read_json
 from minirl.config.policy import PolicyConfig
 from minirl.config.validate import check_model
 
-# Without these nothing can be counted. A config.json may leave them out where they are the defaults
-# of its class, which only transformers knows.
-NEEDED = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "tie_word_embeddings"),
-)
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # What tensor parallelism divides; of an engine, the heads. Key-value heads may be fewer than ranks,
 # which then hold the same.
 HEADS = ("num_attention_heads", "num_key_value_heads")
+# Without these nothing can be counted. A config.json may leave them out where they are the defaults
+# of its class, which only transformers knows.
+NEEDED = ("hidden_size", "num_hidden_layers", *HEADS, "vocab_size", "tie_word_embeddings")
 DIVIDED = (*HEADS, "linear_num_key_heads", "intermediate_size", *NUM_EXPERTS)
 # Activations of an MLP that has no gate; configs have no other sign of it.
 WITHOUT_GATE = ("relu2", "xielu")
@@ -85,10 +82,14 @@ class Layer:
     delta_net: DeltaNet | None = None
 
     @property
+    def share_of_token(self) -> float:
+        """Return the share of its experts that a token passes."""
+        return self.experts_of_token / max(1, self.experts)
+
+    @property
     def active(self) -> float:
         """Return the number of its weights that a token passes."""
-        share = self.experts_of_token / max(1, self.experts)
-        return sum(m.numel * (share if m.experts else 1) for m in self.matrices)
+        return sum(m.numel * (self.share_of_token if m.experts else 1) for m in self.matrices)
 
 
 class ModelSizes:
@@ -120,9 +121,10 @@ class ModelSizes:
             self.matrices += [(m, num) for m in layer.matrices]
         self.num_layers = sum(layers.values())
         self.queries = sum(num * layer.queries for layer, num in layers.items())
-        # Weights: all but adapters, those of the layers that a token passes, those of adapters, and
-        # those that have gradients and optimizer state.
+        # Weights: all but adapters, those of experts, those of layers that a token passes, those of
+        # adapters, and those that have gradients and optimizer state.
         self.parameters = sum(num * m.numel for m, num in self.matrices)
+        self.in_experts = sum(num * m.numel for m, num in self.matrices if m.experts)
         self.active_in_layers = sum(num * layer.active for layer, num in layers.items())
         self.adapters = sum(num * m.adapter for m, num in self.matrices)
         self.trained = self.adapters + sum(num * m.numel * m.trained for m, num in self.matrices)
