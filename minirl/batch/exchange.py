@@ -167,17 +167,15 @@ def exchange(
 
     # 3. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
     rank_of = headers["rank"].tolist()
-    records: list[list[bytes]] = [[] for _ in range(mesh.data_size)]
+    parts = [io.BytesIO() for _ in range(mesh.data_size)]
     for bins in itertools.chain.from_iterable(plan):
         for data_rank, places in enumerate(bins):
             for place in places:
                 if rank_of[place] == mesh.rank:
                     t = trajectories[headers["number"][place]]
                     sent = replace(t, versions=None, info={}, group_tokens=int(group_tokens[place]))
-                    records[data_rank].append(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
-    messages: list[bytes] = []
-    for part in records:
-        messages += [b"".join(part)] * mesh.num_copies
+                    pickle.dump(sent, parts[data_rank], pickle.HIGHEST_PROTOCOL)
+    messages = [part.getvalue() for part in parts for _ in range(mesh.num_copies)]
 
     # 4. What arrives: from each rank, its trajectories in the order of the plan.
     streams = [io.BytesIO(message) for message in mesh.all_to_all(messages)]
