@@ -64,38 +64,6 @@ from minirl.run.supervised import warm_start
 from minirl.train.policy import Metrics, Policy
 from minirl.types.packed import UNSET, Packed, Trajectory
 
-# As in a file for `minirl.rl --config`. The trainer computes in float64, so that plain PyTorch
-# can agree to seven digits; the engine in float32. After a short warm start the policy knows the
-# letters.
-SETTINGS = """
-seed: 1
-num_steps: 1
-tokens_per_rank: 512
-policy:
-  dtype: float64
-  lr: 5e-4
-  model: scratch
-  scratch:
-    hidden_size: 64
-    num_layers: 2
-    phrases: ["Spell this word backward (example: sun -> nus): "]
-engine:
-  kv_cache_gb: 0.05
-data:
-  train: reasoning_gym:spell_backward?min_word_len=3&max_word_len=4&size=400&seed=1
-  max_prompt_tokens: 16
-rollout:
-  prompts_per_step: 8
-  samples_per_prompt: 4
-  max_tokens: 6
-  temperature: 0.8
-reward:
-  function: reasoning_gym
-sft:
-  num_steps: 40
-  batch_size: 32
-  lr: 1e-2
-"""
 # Between plain PyTorch and minirl, relative. Everything is float64 but for the inside of Hugging
 # Face's norms: a difference of 1e-16 before such a rounding can become one of 1e-8 after it.
 TOLERANCE = 1e-7
@@ -163,8 +131,7 @@ class Walk(Trainer):
     generation: Generation  # never None: a walk does not replay rollouts
 
     def __init__(self, folder: Path, mesh: Mesh):
-        (folder / "walk.yaml").write_text(SETTINGS)
-        cfg = load_config(RLConfig, str(folder / "walk.yaml"))
+        cfg = load_config(RLConfig, str(Path(__file__).with_suffix(".yaml")))
         cfg.output = mesh.gather(str(folder / "run"))[0]
         super().__init__(cfg, mesh)
         self.to_text: Callable = self.inputs.prompts.tokenizer.convert_ids_to_tokens
@@ -188,10 +155,8 @@ class Walk(Trainer):
         station("1. Shards: every rank owns a part of every weight", sharding.shard, local_region)
         shards = self.policy.shards()
         show("   in    {} {}", WEIGHT, shards[WEIGHT].shape)
-        show(
-            "   out   rank 0 owns {}\n         rank 1 owns {}",
-            *self.mesh.gather(local_region(shards[WEIGHT])),
-        )
+        owned = self.mesh.gather(local_region(shards[WEIGHT]))
+        show("   out   rank 0 owns {}\n         rank 1 owns {}", *owned)
 
         station(
             "2. Refit: the policy's weights go into the engine, in place",
@@ -257,12 +222,9 @@ class Walk(Trainer):
         )
         self.policy.annotate([[batch]], "old_logprobs")
         for row in batch.loss_rows[:6]:
-            show(
-                "   {!r:>15} -> {!r:9} engine {:+.6f}   trainer {:+.6f}",
-                *self.to_text([batch.inputs[row], batch.targets[row]]),
-                batch.engine_logprobs[row],
-                batch.old_logprobs[row],
-            )
+            texts = self.to_text([batch.inputs[row], batch.targets[row]])
+            logprobs = batch.engine_logprobs[row], batch.old_logprobs[row]
+            show("   {!r:>15} -> {!r:9} engine {:+.6f}   trainer {:+.6f}", *texts, *logprobs)
 
         station(
             "7. Advantages: (reward - mean of its group) / deviation of its group",
@@ -307,13 +269,8 @@ class Walk(Trainer):
         equal = True
         for name, value in plain.items():
             difference = abs(right[name] / value - 1)
-            show(
-                "   {:9} plain PyTorch {:.7f} | minirl {:.7f} | relative difference {:.0e}",
-                name,
-                value,
-                right[name],
-                difference,
-            )
+            line = "   {:9} plain PyTorch {:.7f} | minirl {:.7f} | relative difference {:.0e}"
+            show(line, name, value, right[name], difference)
             equal &= difference < TOLERANCE
         for name, metrics in wrong.items():
             show_broken(name, metrics, right)
@@ -341,11 +298,9 @@ class Walk(Trainer):
         before = batch.old_logprobs
         self.policy.annotate([[batch]], "old_logprobs")
         change = batch.old_logprobs - before
-        show(
-            "   out   log-probs of better answers {:+.4f}, of worse ones {:+.4f}",
-            change[batch.advantages > 0].mean(),
-            change[batch.advantages < 0].mean(),
-        )
+        better = change[batch.advantages > 0].mean()
+        worse = change[batch.advantages < 0].mean()
+        show("   out   log-probs of better answers {:+.4f}, of worse ones {:+.4f}", better, worse)
 
         mismatches = []
         for refit in (lambda: None, self.generation.refit):

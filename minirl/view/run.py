@@ -109,9 +109,7 @@ class Run:
     def group(self, step: int, group: int) -> dict[str, Any]:
         """Return a group with its trajectories. Raises UserError if there is none."""
         self.table.refresh()
-        rows = self.table.find(step, group)
-        require(len(rows), f"step {step} has no group {group}")
-        return self.table.group(rows)
+        return self.table.group(step, group)
 
 
 def read_lines(path: Path, place: str) -> Lines:
@@ -140,15 +138,12 @@ def read_lines(path: Path, place: str) -> Lines:
 def is_held(path: Path) -> bool:
     """Return whether a run holds the lock of its folder; also if that cannot be found out."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
-    finally:
-        os.close(descriptor)
     return False
 
 

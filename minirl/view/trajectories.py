@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from minirl.base.errors import require
 from minirl.rollout import index
 
 # Of each trajectory: its row in SAMPLED, the part that it is in, and its row in TRAINED if it has
@@ -47,7 +48,7 @@ GROUP = np.dtype(
         ("equal", "?"),
     ]
 )
-OF_TRAINING = ("mismatch", "mean_mismatch", "entropy", "advantage")
+OF_TRAINING = ["mismatch", "mean_mismatch", "entropy", "advantage"]
 NUM_BARS = 30  # Of a histogram.
 LONGEST_CHARACTER = 8  # Tokens; a character of more is shown as what it is in bytes.
 UNFINISHED = "\ufffd"  # What a decoder makes of the first bytes of a character.
@@ -141,18 +142,6 @@ class Table:
                 has[i] = text.lower() in "\n".join(texts).lower()
         return has
 
-    def find(self, step: int, group: int) -> np.ndarray:
-        """Return the rows of a group, ROW [N]; empty: there is no such group."""
-        found = (self.groups["step"] == step) & (self.groups["group"] == group)
-        if not found.any():
-            return self.rows[:0]
-        return self.members(self.groups[found][0])
-
-    def members(self, group: np.ndarray) -> np.ndarray:
-        """Return the rows of a row of `groups`."""
-        first = int(group["first"])
-        return self.rows[first : first + int(group["num_rows"])]
-
     def histograms(self, groups: np.ndarray) -> dict[str, dict[str, list[float]]]:
         """Return the episodes of groups, GROUP [N], counted by reward and by sampled tokens."""
         is_kept = np.isin(self.groups["first"], groups["first"])
@@ -169,12 +158,14 @@ class Table:
             ),
         }
 
-    def group(self, rows: np.ndarray) -> dict[str, Any]:
-        """Return the group of some rows of the table, ROW [N], with its trajectories."""
-        trajectories = [self._trajectory(row) for row in rows]
+    def group(self, step: int, group: int) -> dict[str, Any]:
+        """Return a group with its trajectories. Raises UserError if there is none."""
+        found = (self.rows["step"] == step) & (self.rows["group"] == group)
+        trajectories = [self._trajectory(row) for row in self.rows[found]]
+        require(trajectories, f"step {step} has no group {group}")
         return {
-            "step": rows["step"][0].item(),
-            "group": rows["group"][0].item(),
+            "step": step,
+            "group": group,
             "prompt": trajectories[0]["prompt"],
             "row": trajectories[0]["row"],
             "trajectories": trajectories,
@@ -182,7 +173,8 @@ class Table:
 
     def describe(self, group: np.ndarray) -> dict[str, Any]:
         """Return what the list of groups says of one: its numbers, and in a line its prompt."""
-        rows = self.members(group)
+        first = int(group["first"])
+        rows = self.rows[first : first + int(group["num_rows"])]
         info = self._record(rows[0])["info"]
         columns = [f"{name}: {value}" for name, value in info.get("row", {}).items()]
         texts = [prompt_text(info["prompt"])[-200:], *columns]
@@ -227,21 +219,13 @@ class Table:
             ("the environment or agent asked for no answer", True),
         ]
         why_empty = next(reason for reason, is_so in reasons if is_so)
-        return {
-            "episode": record["episode"],
-            "segment": record["segment"],
+        said = {name: record[name] for name in ("episode", "segment", "reward", "version")}
+        said |= {name: info[name] for name in ("completion", "stopped", "error", "source")}
+        said |= {name: info.get(name, {}) for name in ("row", "rewards", "env")}
+        return said | {
             "prompt": prompt_text(info["prompt"]),
-            "row": info.get("row", {}),
-            "completion": info["completion"],
-            "reward": record["reward"],
             "shaped": float(row["shaped"]),
-            "rewards": info.get("rewards", {}),
-            "env": info.get("env", {}),
-            "stopped": info["stopped"],
-            "error": info["error"],
             "why_empty": "" if record["tokens"] else why_empty,
-            "source": info["source"],
-            "version": record["version"],
             "texts": texts,
             "sampled": [int(sampled) for sampled in record["sampled"]],
             "turn_rewards": record["rewards"],
@@ -287,8 +271,7 @@ def _read_step(parts: list[index.Part]) -> np.ndarray:
         tables = index.read_table(part)
         sampled = tables[0] if tables else _from_lines(part)
         rows = np.zeros(len(sampled), ROW)
-        for name in index.SAMPLED.names or ():
-            rows[name] = sampled[name]
+        rows[list(index.SAMPLED.names or ())] = sampled
         rows["step"] = part.step
         rows["rank"] = part.rank
         all_rows.append(rows)
@@ -299,8 +282,7 @@ def _read_step(parts: list[index.Part]) -> np.ndarray:
     rows = rows[order]
     # What training says of the trajectories, on whatever rank it was.
     rows["trained_rank"] = -1
-    for name in OF_TRAINING:
-        rows[name] = np.nan
+    rows[OF_TRAINING] = np.nan
     names = ["group", "episode", "segment"]
     row_of = {key: i for i, key in enumerate(rows[names].tolist())}
     for rank, trained in all_trained:
@@ -309,8 +291,7 @@ def _read_step(parts: list[index.Part]) -> np.ndarray:
         places = [row_of[key] for key in keys if key in row_of]
         rows["trained_rank"][places] = rank
         rows["trained_start"][places] = trained["start"]
-        for name in OF_TRAINING:
-            rows[name][places] = trained[name]
+        rows[OF_TRAINING][places] = trained[OF_TRAINING]
     return rows
 
 
@@ -324,21 +305,10 @@ def _from_lines(part: index.Part) -> np.ndarray:
     for line, place in zip(lines, index.places(map(len, lines)), strict=True):
         record = json.loads(line)
         info = record["info"]
-        rows.append(
-            (
-                record["group"],
-                record["episode"],
-                record["segment"],
-                *place,
-                len(record["tokens"]),
-                sum(record["sampled"]),
-                record["reward"],
-                record["reward"],
-                info.get("staleness", 0),
-                info["stopped"],
-                bool(info["error"]),
-            )
-        )
+        names = (record["group"], record["episode"], record["segment"])
+        numbers = (len(record["tokens"]), sum(record["sampled"]), record["reward"])
+        state = (info.get("staleness", 0), info["stopped"], bool(info["error"]))
+        rows.append((*names, *place, *numbers, record["reward"], *state))
     return np.array(rows, index.SAMPLED)
 
 
