@@ -33,15 +33,8 @@ from minirl.parallel.machines import check_can_write, errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rollout.sampler import Sampler
+from minirl.run import inputs
 from minirl.run.evaluation import eval_sampling, evaluate
-from minirl.run.inputs import (
-    MAY_BE_LONG,
-    PromptChecks,
-    choose_dtype,
-    find_model,
-    find_other_model,
-    limited,
-)
 from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
 
@@ -53,29 +46,29 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     if cfg.output:
         check_can_write(Path(cfg.output), "output", mesh)
     with errors_of_all(mesh, same_everywhere=True):
-        folder, config, tokenizer, vision = find_model(cfg, mesh)
+        folder, config, tokenizer, vision = inputs.find_model(cfg, mesh)
         code = f"one of env.name = {cfg.env.name}, reward.function = {cfg.reward.function}"
-        with limited(cfg, mesh.watch, f"to import {code}, or to make an environment,"):
+        with inputs.limited(cfg, mesh.watch, f"to import {code}, or to make an environment,"):
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
-        scorer = find_other_model(
+        scorer = inputs.find_other_model(
             cfg.reward.model, config, ParallelConfig(), "reward.model", scores=True
         )
         example = env_maker.example
         if example.graded:
             rewards.check_supported()
-    checks = PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
+    checks = inputs.PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
     env_prompts = not example.needs_prompt
     opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, env_prompts=env_prompts)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
     checks.refuse_bad(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
-    num_dropped = check_lengths(prompts, mesh, MAY_BE_LONG)
+    num_dropped = check_lengths(prompts, mesh, inputs.MAY_BE_LONG)
     if example.graded:
         try_rewards(rewards, prompts, cfg.reward.threads, mesh)
 
     # 2. Load the models.
-    dtype = choose_dtype(cfg.engine.dtype, "engine.dtype", mesh)
+    dtype = inputs.choose_dtype(cfg.engine.dtype, "engine.dtype", mesh)
     max_model_len = cfg.engine.max_model_len + cfg.eval_extra_tokens
     engine = RolloutEngine(
         dataclasses.replace(cfg.engine, max_model_len=max_model_len),

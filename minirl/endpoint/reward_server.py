@@ -18,15 +18,7 @@ from starlette.routing import Route
 from minirl.base.errors import UserError, require
 from minirl.base.reading import key_of_environment
 from minirl.config.supervised import ServeConfig
-from minirl.endpoint.http import (
-    LOOPBACK,
-    BadRequest,
-    bind,
-    make_server,
-    read_json,
-    require_key,
-    require_loopback,
-)
+from minirl.endpoint import http
 from minirl.types.packed import Trajectory
 
 Encode = Callable[[str], Trajectory]  # raises UserError
@@ -45,23 +37,23 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
         UserError: the address is not free, or the variable that should have the key is not set.
     """
     key = key_of_environment("api_key_env", cfg.api_key_env)
-    with bind(cfg.host, cfg.port) as bound_socket:
+    with http.bind(cfg.host, cfg.port) as bound_socket:
         asyncio.run(_serve(Batcher(encode, score), key, cfg, bound_socket))
 
 
 async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: Any) -> None:
     async def get_reward(request: Request) -> JSONResponse:
-        require_key(request, key)
+        http.require_key(request, key)
         # A page in a browser reaches servers on its machine, but would not know a key. What pages
         # post has an origin, and may name another host.
         if not key and "origin" in request.headers:
-            raise BadRequest("web pages may not ask without a key; set api_key_env", 403)
-        if not key and cfg.host in LOOPBACK:
-            require_loopback(request)
-        body = await read_json(request, cfg.limits)
+            raise http.BadRequest("web pages may not ask without a key; set api_key_env", 403)
+        if not key and cfg.host in http.LOOPBACK:
+            http.require_loopback(request)
+        body = await http.read_json(request, cfg.limits)
         texts = body.get("query") if isinstance(body, dict) else None
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise BadRequest('malformed request: give {"query": [text, ...]}')
+            raise http.BadRequest('malformed request: give {"query": [text, ...]}')
         require(
             len(texts) <= cfg.limits.prompts,
             f"the request has {len(texts)} queries, more than limits.prompts = "
@@ -71,7 +63,7 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
         return JSONResponse({"rewards": await batcher.score(texts)})
 
     routes = [Route(path, get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
-    await make_server(routes, cfg.limits).serve([bound_socket])
+    await http.make_server(routes, cfg.limits).serve([bound_socket])
 
 
 class _Waiting(NamedTuple):
@@ -110,7 +102,7 @@ class Batcher:
         scores = mine.scores.result()
         for number, score in enumerate(scores):
             if not math.isfinite(score):  # another try would not help
-                raise BadRequest(f"query {number} was scored {score}", 422)
+                raise http.BadRequest(f"query {number} was scored {score}", 422)
         return scores
 
     def _encode_all(self, texts: list[str]) -> list[Trajectory]:
@@ -119,7 +111,7 @@ class Batcher:
             try:
                 rows.append(self.encode(text))
             except UserError as error:
-                raise BadRequest(f"query {number}: {error}") from error
+                raise http.BadRequest(f"query {number}: {error}") from error
         return rows
 
     async def _score_batch(self, batch: list[_Waiting]) -> None:
@@ -130,7 +122,8 @@ class Batcher:
             scores = await loop.run_in_executor(self.model, self.score_rows, rows) if rows else []
         except Exception as error:  # a forward may raise anything, and the others must be answered
             if len(batch) == 1:
-                batch[0].scores.set_exception(BadRequest(f"it cannot be scored: {error!r}", 500))
+                refusal = http.BadRequest(f"it cannot be scored: {error!r}", 500)
+                batch[0].scores.set_exception(refusal)
                 return
             for each in batch:
                 await self._score_batch([each])

@@ -233,6 +233,7 @@ def grade(
         # Rows of their own: the samples of a prompt are scored at the same time, from one row.
         own = [replace(answer, row=copy.deepcopy(answer.row)) for answer in answers]
         values: Sequence[Any]
+        may_skip = isinstance(function, AdaptedReward)
         if isinstance(function, AdaptedReward):
             values = function.score_all(own)
         else:
@@ -241,10 +242,8 @@ def grade(
         wrong = []
         for v in values:
             is_finite = isinstance(v, numbers.Real | np.bool_) and math.isfinite(v)
-            if v is not None and not is_finite:
+            if not is_finite and not (v is None and may_skip):
                 wrong.append(v)
-        if not isinstance(function, AdaptedReward):
-            wrong += [v for v in values if v is None]
     except UserError:
         raise
     # The user's code may raise anything. sys.exit is no end of the run, either.
