@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from minirl.base.errors import require
 from minirl.rollout import index
 
+OF_TRAINING = ["mismatch", "mean_mismatch", "entropy", "advantage"]
 # Of each trajectory: its row in SAMPLED, the part that it is in, and its row in TRAINED if it has
 # one.
 ROW = np.dtype(
@@ -25,12 +26,10 @@ ROW = np.dtype(
         ("rank", "<i4"),
         ("trained_rank", "<i4"),  # -1: not trained on, or not yet.
         ("trained_start", "<i8"),
-        ("mismatch", "<f4"),
-        ("mean_mismatch", "<f4"),
-        ("entropy", "<f4"),
-        ("advantage", "<f4"),
+        *[(name, index.TRAINED[name]) for name in OF_TRAINING],
     ]
 )
+LARGEST = ("mismatch", "entropy", "staleness", "num_tokens")  # Of the members of a group.
 # Of each group: what it is filtered and sorted by. Largest values and `any` over its members.
 GROUP = np.dtype(
     [
@@ -38,17 +37,13 @@ GROUP = np.dtype(
         ("group", "<i8"),
         ("first", "<i8"),  # Its first row.
         ("num_rows", "<i4"),
-        ("mismatch", "<f4"),
-        ("entropy", "<f4"),
-        ("staleness", "<i4"),
-        ("num_tokens", "<i4"),
+        *[(name, ROW[name]) for name in LARGEST],
         ("reward", "<f8"),  # The mean.
         ("cut_off", "?"),
         ("failed", "?"),
         ("equal", "?"),
     ]
 )
-OF_TRAINING = ["mismatch", "mean_mismatch", "entropy", "advantage"]
 NUM_BARS = 30  # Of a histogram.
 LONGEST_CHARACTER = 8  # Tokens; a character of more is shown as what it is in bytes.
 UNFINISHED = "\ufffd"  # What a decoder makes of the first bytes of a character.
@@ -323,7 +318,7 @@ def _group(rows: np.ndarray) -> np.ndarray:
         groups[name] = rows[name][first]
     groups["first"] = first
     groups["num_rows"] = np.diff(first, append=len(rows))
-    for name in ("mismatch", "entropy", "staleness", "num_tokens"):
+    for name in LARGEST:
         groups[name] = np.fmax.reduceat(rows[name], first)
     groups["reward"] = np.add.reduceat(rows["reward"], first) / groups["num_rows"]
     groups["cut_off"] = np.logical_or.reduceat(~rows["stopped"], first)
@@ -342,19 +337,17 @@ def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     texts: list[str] = []
     pending: list[int] = []
     before: list[int] = []
-    for token in tokens:
+    for number, token in enumerate(tokens, start=1):
         pending.append(token)
         known = tokenizer.decode(before, skip_special_tokens=False)
         text = tokenizer.decode(before + pending, skip_special_tokens=False)[len(known) :]
-        if text.endswith(UNFINISHED) and len(pending) < LONGEST_CHARACTER:
+        may_grow = len(pending) < LONGEST_CHARACTER and number < len(tokens)
+        if text.endswith(UNFINISHED) and may_grow:
             texts.append("")
             continue
         texts.append(text)
         before = pending
         pending = []
-    if pending:
-        known = tokenizer.decode(before, skip_special_tokens=False)
-        texts[-1] = tokenizer.decode(before + pending, skip_special_tokens=False)[len(known) :]
     return texts
 
 
