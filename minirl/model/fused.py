@@ -126,7 +126,11 @@ def choose(wanted: Choice, device: torch.device) -> Kernels | None:
     """
     can_liger = device.type == "cuda" and has_liger()
     if wanted == "compile":
-        return Kernels(*(torch.compile(formula, dynamic=True) for formula in FORMULAS))
+        return Kernels(
+            torch.compile(rms_norm_formula, dynamic=True),
+            torch.compile(gated_formula, dynamic=True),
+            torch.compile(rotate_formula, dynamic=True),
+        )
     if wanted == "torch" or (wanted == "auto" and not can_liger):
         return None
     require(

@@ -28,6 +28,7 @@ from minirl.refit.plan import Bucket, Copy, Planner, check_nothing_lost, make_gr
 from minirl.refit.record import (
     EnginePart,
     compare_with_oracle,
+    full_gather,
     record_loader,
     wanted_by_name,
 )
@@ -191,6 +192,10 @@ class Refit:
         for flight in self._sending:
             flight.work.wait()
         self._sending.clear()
+
+    def full_gather(self) -> None:
+        """Move the current weights the obvious way, by `record.full_gather`. Collective."""
+        full_gather(self)
 
     def _start(self, bucket: Bucket, shards: list[Tensor]) -> _InFlight:
         """Pack a bucket, in the dtype of the wire, and begin its collective."""
