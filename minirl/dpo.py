@@ -16,7 +16,6 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Pairs
 from minirl.run.supervised import PairTrainer, Task
-from minirl.train.frozen import Reference
 from minirl.train.policy import Minibatch
 from minirl.types.packed import Trajectory
 
@@ -26,10 +25,6 @@ class DPOTrainer(PairTrainer):
 
     cfg: DPOConfig
     task = Task("dpo", Pairs, pairs=True)
-
-    def load_reference(self) -> Reference:
-        """Return the reference."""
-        return self.find_reference(self.cfg.reference)
 
     def make_loss(self) -> Loss:
         """Return the loss of the config: DPO, IPO or hinge."""

@@ -19,7 +19,6 @@ from minirl.config.supervised import KTOConfig
 from minirl.data.examples import MATCHED, Labelled
 from minirl.run.supervised import SupervisedTrainer, Task
 from minirl.train.examples import make_minibatch
-from minirl.train.frozen import Reference
 from minirl.train.policy import Metrics, Minibatch
 from minirl.types.packed import Trajectory
 
@@ -40,10 +39,6 @@ class KTOTrainer(SupervisedTrainer):
     def estimates_kl(self) -> bool:
         """Whether the loss compares with an estimate of the KL."""
         return self.cfg.algo.loss == "kto"
-
-    def load_reference(self) -> Reference:
-        """Return the reference."""
-        return self.find_reference(self.cfg.reference)
 
     def make_loss(self) -> Loss:
         """Return the loss of the config: KTO or APO-zero."""

@@ -15,7 +15,7 @@ import numpy as np
 from minirl.algo import losses
 from minirl.base.errors import require
 from minirl.config.rl import RLConfig
-from minirl.config.supervised import SupervisedConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, SupervisedConfig
 from minirl.config.validate import check_settings
 from minirl.data.chat import images_of
 from minirl.data.examples import Chats, to_examples
@@ -176,17 +176,15 @@ class SupervisedTrainer(BaseTrainer):
         if self.run.has_reached_goal:
             self.run.progress.evaluations["after"] = scores
 
-    # Other programs override these.
-
-    def check_model(self) -> None:
-        """Refuse a model that the program cannot use. Raises UserError."""
-
     def load_reference(self) -> Reference | None:
-        """Load the frozen reference, before anything of the run is written."""
-        return None
+        """Load the frozen reference of DPO and KTO, before anything of the run is written.
 
-    def find_reference(self, model: str) -> Reference:
-        """Load the model of `reference`; empty: that of the policy. Raises UserError."""
+        Raises:
+            UserError: it does not work with the policy.
+        """
+        if not isinstance(self.cfg, DPOConfig | KTOConfig):
+            return None
+        model = self.cfg.reference
         found = find_other_model(model, self.files.config, self.cfg.parallel, "reference")
         with self.timer.phase("reference"):
             return self.make_reference(found or self.files.folder)
@@ -196,6 +194,11 @@ class SupervisedTrainer(BaseTrainer):
         assert self.ref
         with self.timer.phase("annotate"):
             self.ref.annotate([batches])
+
+    # Other programs override these.
+
+    def check_model(self) -> None:
+        """Refuse a model that the program cannot use. Raises UserError."""
 
     def make_loss(self) -> losses.Loss:
         """Return what is minimised."""

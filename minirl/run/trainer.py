@@ -21,13 +21,13 @@ from minirl.base.log import Timer, say
 from minirl.checkpoint import finding, run_folder
 from minirl.checkpoint.exporting import Exporter, export_adapter
 from minirl.checkpoint.state import LOWER_IS_BETTER, Saver, load_checkpoint, restore
-from minirl.config.policy import Checkpointing, PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.config.values import to_yaml
 from minirl.model import causal
 from minirl.parallel.mesh import Mesh
-from minirl.plan.plan import announce
+from minirl.plan.plan import Plan, announce
 from minirl.rollout import records
 from minirl.run import results
 from minirl.run.inputs import choose_dtype
@@ -297,6 +297,7 @@ class BaseTrainer(abc.ABC):
 
     run: TrainingRun
     policy: Policy
+    plan: Plan  # What `announce` has found.
 
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
@@ -308,9 +309,7 @@ class BaseTrainer(abc.ABC):
         mesh.watch.phase = self.timer.current
         mesh.watch.unmapped_bytes = lambda: self.timer.unmapped_bytes()
         # What settings that are auto or 0 stand for; `announce` finds it out.
-        self.checkpointing: Checkpointing = "off"
         self.tokens_per_rank = cfg.tokens_per_rank
-        self.offloads = True
         self.engine_config: EngineConfig | None = None
 
     def announce(self, configs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -325,9 +324,8 @@ class BaseTrainer(abc.ABC):
             UserError: weights, gradients and optimizer state do not fit the ranks' devices.
         """
         plan, lines = announce(self.cfg, configs, self.mesh)
-        self.checkpointing = plan.checkpointing
+        self.plan = plan
         self.tokens_per_rank = plan.workload.tokens_per_rank
-        self.offloads = plan.offloads
         if plan.engine:
             is_cuda = self.mesh.device.type == "cuda"
             self.engine_config = plan.engine.config(plan.sleep) if is_cuda else plan.engine.cfg
@@ -338,10 +336,10 @@ class BaseTrainer(abc.ABC):
     def load_model(self, cfg: PolicyConfig, folder: Path, **options: Any) -> Policy:
         """Load a model onto the mesh of the run. The options are those of `Policy`."""
         if cfg.activation_checkpointing == "auto":
-            cfg = dataclasses.replace(cfg, activation_checkpointing=self.checkpointing)
+            cfg = dataclasses.replace(cfg, activation_checkpointing=self.plan.checkpointing)
         sequence_parallel = self.cfg.parallel.sequence
         options |= {"sequence_parallel": sequence_parallel, "timer": self.timer}
-        options["offloads"] = self.offloads
+        options["offloads"] = self.plan.offloads
         return Policy(cfg, folder, self.mesh, **options)
 
     def make_reference(self, folder: Path) -> Reference:
