@@ -58,12 +58,10 @@ class Timer:
         before = self._unmapped
         self._unmapped = self.unmapped_bytes()
         never_there = min(before, self._unmapped)
-        peaks = {
-            "allocated": torch.cuda.max_memory_allocated(self.device),
-            "reserved": torch.cuda.max_memory_reserved(self.device),
-        }
-        for kind, peak in peaks.items():
-            self._note(f"{phase}_{kind}", max(0, peak - never_there))
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        self._note(f"{phase}_allocated", allocated - never_there)
+        self._note(f"{phase}_reserved", reserved - never_there)
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def _note(self, name: str, num_bytes: int) -> None:

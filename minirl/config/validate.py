@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.base.errors import UserError, require
-from minirl.base.reading import is_file
+from minirl.base.reading import is_file, read_text
 from minirl.config.parse import flatten
 from minirl.config.policy import Dtype, LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import RLConfig
@@ -244,14 +244,10 @@ def validate_shared_base(cfg: RLConfig) -> None:
         f"critic.share_base, policy.{no_rank}": not policy.lora.rank,
         f"critic.share_base, critic.{no_rank}": not critic.lora.rank,
         "critic.share_base, critic.model: the base is the policy's; unset one": critic.model,
-        f"policy.dtype, critic.dtype: {differs}": policy.dtype != critic.dtype,
-        f"policy.cpu_offload, critic.cpu_offload: {differs}": (
-            policy.cpu_offload != critic.cpu_offload
-        ),
-        f"policy.lora.quantization, critic.lora.quantization: {differs}": (
-            policy.lora.quantization != critic.lora.quantization
-        ),
     }
+    for name in ("dtype", "cpu_offload", "lora.quantization"):
+        of_name = attrgetter(name)
+        rules[f"policy.{name}, critic.{name}: {differs}"] = of_name(policy) != of_name(critic)
     _refuse(cfg, rules)
 
 
@@ -550,8 +546,7 @@ def check_named(cfg: Any) -> None:
                 file = in_file["file"]
                 require(is_file(file), f"{setting} = {name}: no file {file}")
     for template in _texts(settings.get("data.chat_template")):
-        why = "no such file; give the path of a text file"
-        require(is_file(template), f"data.chat_template = {template!r}: {why}")
+        read_text(template, "data.chat_template =")
     for replay in _texts(settings.get("rollout.replay")):
         why = "no such folder; give the folder `rollouts` of a run that had rollout.dump"
         require(os.path.isdir(replay), f"rollout.replay = {replay}: {why}")

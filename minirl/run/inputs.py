@@ -397,16 +397,13 @@ def find_model(
     else:
         checks.check_supported(config, where)
         checks.check_positions(config, where, "data.max_tokens", longest(cfg))
-    is_ring = False
+    vision = read_vision(folder, max_images) if families.reads_images(config) else None
     if isinstance(cfg, EvaluateConfig):
         open_weights(folder)  # damaged files are refused before the engine meets them
     else:
         _check_mesh(config, cfg.parallel)
-        is_ring = cfg.parallel.context > 1 and cfg.parallel.context_engine == "ring"
-
-    vision = read_vision(folder, max_images) if families.reads_images(config) else None
-    if vision:
-        vision.check_ring(is_ring)
+        if vision:
+            vision.check_ring(cfg.parallel.context_engine == "ring")
     with limited(cfg, mesh.watch, f"{where}: to render a first chat by its template"):
         if tokenizer is None:
             tokenizer = load_tokenizer(folder, cfg.data, chats=chats)

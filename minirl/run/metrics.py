@@ -381,8 +381,8 @@ class MismatchWatch:
         engine_dtype = cfg.policy.dtype if cfg.engine.dtype == "auto" else cfg.engine.dtype
         self.dtype = "bfloat16" if "bfloat16" in (cfg.policy.dtype, engine_dtype) else "float32"
         self.limit = LIMITS[self.dtype] / min(1.0, cfg.rollout.temperature)
-        self.num_checked = 0
-        self.num_high = 0  # In a row.
+        self.num_high = 0  # Steps in a row.
+        self.patience = 1  # So many end the run; the first step alone does.
 
     def check(self, step: int, metrics: dict[str, float]) -> None:
         """Look at the mean |trainer - engine| of a step, if its tokens are of the trained weights.
@@ -407,10 +407,8 @@ class MismatchWatch:
             "checkpoint with a lower policy.lr",
         )
         self.num_high = self.num_high + 1 if mismatch > self.limit else 0
-        is_first = self.num_checked == 0
-        self.num_checked += 1
         require(
-            self.num_high < (1 if is_first else PATIENCE),
+            self.num_high < self.patience,
             f"step {step}: the engine's log-probs of what it sampled differ from the trainer's at "
             f"the same weights by {mismatch:.3g} nats on average; {self.dtype} explains no more "
             f"than {self.limit:.3g}. The engine does not compute the model that is trained: its "
@@ -418,3 +416,4 @@ class MismatchWatch:
             "transformers differ for this config.json; try --policy.dtype float32, and another "
             "version of vLLM",
         )
+        self.patience = PATIENCE
