@@ -298,7 +298,7 @@ class Chats:
     KEPT_BYTES = 2**28  # Of the encoded rows that a rank keeps.
     OBJECT_BYTES = 1000  # Of a trajectory without its tokens.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Put the rows in order, and see that not all will be dropped. Collective.
 
         Raises:

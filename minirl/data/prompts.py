@@ -85,7 +85,7 @@ class Prompts:
     vision: Vision | None = None  # How the model reads images; None: it reads none.
     order: Order = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
 
     @property

@@ -104,20 +104,18 @@ class Rows(Sequence[dict]):
 
     def _make(self, raw: object, source: "Source", number: int) -> dict:
         """Make a row of what its source holds. Raises UserError with its place."""
-        if not isinstance(raw, dict):
-            raise UserError(
-                f"{source.where(number)}: a row must be an object of named values, not a "
-                f"{type(raw).__name__}"
-            )
-        for setting, key in self.named.items():
-            value: Any = raw  # What dots lead to: row["a"]["b"] for a.b.
-            for name in key.split("."):
-                value = value.get(name) if isinstance(value, dict) else None
-            if value is not None and key not in raw:
-                raw = {**raw, key: value}
-            if key in raw:
-                self.missing.discard(setting)
         try:
+            if not isinstance(raw, dict):
+                kind = type(raw).__name__
+                raise UserError(f"a row must be an object of named values, not a {kind}")
+            for setting, key in self.named.items():
+                value: Any = raw  # What dots lead to: row["a"]["b"] for a.b.
+                for name in key.split("."):
+                    value = value.get(name) if isinstance(value, dict) else None
+                if value is not None and key not in raw:
+                    raw = {**raw, key: value}
+                if key in raw:
+                    self.missing.discard(setting)
             return self.make_row(raw, source)
         except UserError as error:
             raise UserError(f"{source.where(number)}: {error}") from error
