@@ -7,7 +7,6 @@ what is served here.
 
 import asyncio
 import base64
-import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -65,43 +64,36 @@ def serve(runs: list[Run], port: int, say: Callable[[str], None]) -> None:
 def routes(runs: list[Run]) -> list[Route]:
     """Return what can be asked for: the files of the page, and data of a run as JSON."""
     finders: dict[str, Callable[[Run, dict[str, str]], Any]] = {
-        "runs": lambda run, given: [run.describe() for run in runs],
-        "metrics": lambda run, given: run.metrics(given.get("place", "")),
-        "answers": lambda run, given: run.all_lines("answers.jsonl"),
-        "settings": lambda run, given: run.settings(),
-        "groups": lambda run, given: run.groups(parse_query(given)),
-        "group": lambda run, given: run.group(
+        "/api/runs": lambda run, given: [run.describe() for run in runs],
+        "/api/metrics": lambda run, given: run.metrics(given.get("place", "")),
+        "/api/answers": lambda run, given: run.all_lines("answers.jsonl"),
+        "/api/settings": lambda run, given: run.settings(),
+        "/api/groups": lambda run, given: run.groups(parse_query(given)),
+        "/api/group": lambda run, given: run.group(
             parse_number(given, "step", 0), parse_number(given, "group", 0)
         ),
     }
-
-    def add(name: str, kind: str, make_body: Callable[[dict[str, str]], str]) -> None:
-        """Answer a name with what is made of the address's parameters, in a thread."""
-
-        async def answer(request: Request) -> Response:
-            require_loopback(request)
-            body = await run_in_threadpool(make_body, dict(request.query_params))
-            return Response(body, media_type=kind, headers=HEADERS)
-
-        found.append(Route(f"/{name}", answer, methods=["GET"]))
-
-    def find(name: str, given: dict[str, str]) -> str:
-        number = parse_number(given, "run", 0)
-        require(0 <= number < len(runs), f"there is no run {number}")
-        return to_json(finders[name](runs[number], given))
-
-    def static(name: str, given: dict[str, str]) -> str:
-        return read(name)
-
-    found: list[Route] = []
-    for name in finders:
-        add(f"api/{name}", "application/json", functools.partial(find, name))
-    for name in (*STYLES, *SCRIPTS):
-        add(name, TYPES[Path(name).suffix], functools.partial(static, name))
     head = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
     scripts = "\n".join(f'<script src="{name}"></script>' for name in SCRIPTS)
-    add("", "text/html", lambda given: html(head, scripts))
-    return found
+
+    def find(path: str, given: dict[str, str]) -> tuple[str, str]:
+        """Return what is at a path, for the parameters of the address, and its type."""
+        if path in finders:
+            number = parse_number(given, "run", 0)
+            require(0 <= number < len(runs), f"there is no run {number}")
+            return to_json(finders[path](runs[number], given)), "application/json"
+        if path == "/":
+            return html(head, scripts), "text/html"
+        return read(path[1:]), TYPES[Path(path).suffix]
+
+    async def answer(request: Request) -> Response:
+        require_loopback(request)
+        given = dict(request.query_params)
+        body, kind = await run_in_threadpool(find, request.scope["path"], given)
+        return Response(body, media_type=kind, headers=HEADERS)
+
+    files = [f"/{name}" for name in (*STYLES, *SCRIPTS)]
+    return [Route(path, answer, methods=["GET"]) for path in (*finders, *files, "/")]
 
 
 def read(name: str) -> str:
