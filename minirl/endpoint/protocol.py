@@ -206,6 +206,7 @@ class CompletionRequest(BaseModel):
             if key in sampled_texts:
                 message = to_message(tokenizer, sampled_texts[key])
             messages.append(message)
+        # None, too, is the request's: the tools of the session's row do not count.
         given: dict[str, Any] = {"tools": None if self.tool_choice == "none" else self.tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
         if kwargs:

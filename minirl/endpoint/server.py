@@ -83,14 +83,11 @@ class Endpoint:
             row: the episode's row. Its template arguments count in the session; its tools are the
                 agent's to offer.
         """
-        inputs = (row or {}).get("template_inputs", {})
-        kwargs = inputs.get("chat_template_kwargs")
-        chat_row = {"template_inputs": {"chat_template_kwargs": kwargs}} if kwargs else {}
         key = secrets.token_urlsafe(24)
         self._sessions[key] = SessionState(
             seed=seed,
             sampling=sampling,
-            conversation=Conversation(self.prompts.tokenizer, self.prompts.vision, chat_row),
+            conversation=Conversation(self.prompts.tokenizer, self.prompts.vision, row),
             engine_loop=self.engine_loop,
             cfg=self._cfg,
             longest_token=self._longest_token,
