@@ -181,7 +181,7 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     checkpointing = checkpointing or ("selective" if sequence else "off")
     # Before the policy is built: fused rotary positions are those of the library's models, too.
     wanted, grads = oracle_of(folder, "float64")
-    by_library = oracle_of(folder, dtype)
+    by_library = oracle_of(folder, dtype) if dtype != "float64" else None
 
     with mock.patch.object(fused, "choose", lambda *_: fused.FORMULAS if sequence else None):
         policy = Policy(
