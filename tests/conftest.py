@@ -26,7 +26,8 @@ os.environ.update(
 SOCKETS = tempfile.TemporaryDirectory(prefix="sockets-", ignore_cleanup_errors=True)
 os.environ["VLLM_RPC_BASE_PATH"] = SOCKETS.name
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
     # The last thing that a worker does, behind what libraries do at the end: to free all that it
     # has imported would take seconds more.
     atexit.register(os._exit, 0)
@@ -42,7 +43,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # Libraries count what is left at the end.
+    if not IS_WORKER:
+        gc.unfreeze()  # Libraries count what is left at the end, to which no worker comes.
     SOCKETS.cleanup()
 
 

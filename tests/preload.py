@@ -12,14 +12,18 @@ import importlib
 import importlib.metadata
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from traceback import format_list
 from types import SimpleNamespace
 
 import torch
+import tyro
 from PIL import Image
 from torch._subclasses import fake_tensor
+from torch.distributed.elastic import events
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm.platforms import current_platform
@@ -107,6 +111,8 @@ if on_cpu:
 # What is made once: transformers' table of how weights of files are renamed; docstrings of the
 # settings, the formats of images, the fonts of curves.
 get_checkpoint_conversion_mapping("qwen3")
+docstrings = tyro._docstrings._ClassTokenization
+docstrings.make = staticmethod(functools.cache(docstrings.make))
 for config in (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, EvaluateConfig):
     parse_flags(config, [])
 Image.init()
@@ -121,6 +127,23 @@ for group in ("vllm.general_plugins", "vllm.logits_processors"):
 # A fake tensor mode, of which DTensor makes one for every operation and shape that is new to it,
 # remembers where it was made, for a message that no test reads.
 fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=format_list)
+
+
+def callers() -> list[SimpleNamespace]:
+    """Return what torchrun's agent asks of `inspect.stack()` at each of its steps. That looks
+    through all modules for lines of source, which is most of what an agent in a fork computes."""
+    found = []
+    frame = sys._getframe(1)
+    while frame:
+        code = frame.f_code
+        place = {"filename": code.co_filename, "lineno": frame.f_lineno}
+        found.append(SimpleNamespace(function=code.co_name, **place))
+        frame = frame.f_back
+    return found
+
+
+for module in (events, dynamic_rendezvous):
+    module.inspect = SimpleNamespace(stack=callers)
 # transformers puts the whole of every configuration that it reads into a line for its log, which
 # takes longer than to read it.
 PretrainedConfig.__repr__ = object.__repr__

@@ -661,11 +661,9 @@ def partial_program(mesh, folder, other, env, ahead, num_resumed=0):
     for version, weights in enumerate((folder, other, folder)):
         overwrite(policy, weights)
         for step in whole:
-            for t, found in zip(
-                step["trajectories"],
-                annotated(policy, step["trajectories"], step["images"]),
-                strict=True,
-            ):
+            pairs = zip(step["trajectories"], step["images"], strict=True)
+            of_version = [(t, placed) for t, placed in pairs if version in t[7]]
+            for (t, _), found in zip(of_version, annotated(policy, of_version), strict=True):
                 _, _, _, _, sampled, engine, _, versions, _, oldest = t
                 used = {v for v in versions if v >= 0}
                 assert oldest == min(used)
@@ -683,10 +681,10 @@ def partial_program(mesh, folder, other, env, ahead, num_resumed=0):
     return {"runs": runs, "worst": worst, "mixed": mixed}
 
 
-def annotated(policy, rows, images):
-    """Return the trainer's log-prob of each token of what `fields` made."""
+def annotated(policy, pairs):
+    """Return the trainer's log-prob of each token of what `fields` made, which has its images."""
     out = []
-    for (_, _, _, tokens, sampled, logprobs, *_), placed in zip(rows, images, strict=True):
+    for (_, _, _, tokens, sampled, logprobs, *_), placed in pairs:
         t = Trajectory(
             tokens=np.array(tokens, np.int32),
             sampled=np.array(sampled),

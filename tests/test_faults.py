@@ -92,12 +92,6 @@ def sleeps_and_another_hears_late(prompt, completion, row):
     return sleeps(prompt, completion, row)
 
 @in_the_run
-def backtracks(prompt, completion, row):
-    if rank == "0":
-        re.match("(a+)+$", "a" * 99 + "b")
-    return 1.0
-
-@in_the_run
 def exits(prompt, completion, row):
     sys.exit(0)
 
@@ -645,13 +639,29 @@ def test_a_reward_that_closes_all_descriptors_ends_the_run_with_its_name(folder,
     assert "closes_all" in ended.err, ended.err
 
 
+BACKTRACKS = """
+import os, re
+from minirl.base import oversight
+
+oversight.GRACE_SECONDS = 1.0
+
+def backtracks(prompt, completion, row):
+    if completion.startswith("<think>"):  # at the first call, before the model is loaded
+        return 1.0
+    if os.environ.get("RANK", "0") == "0":
+        re.match("(a+)+$", "a" * 99 + "b")
+    return 1.0
+"""
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_reward_that_keeps_the_lock_ends_the_run_with_its_stack(folder, tmp_path, world):
-    own = ["--reward.function", f"{folder}/user.py:backtracks", "--reward.timeout-seconds", 1]
+    (tmp_path / "keeps.py").write_text(BACKTRACKS)
+    own = ["--reward.function", f"{tmp_path}/keeps.py:backtracks", "--reward.timeout-seconds", 1]
     given = flags(folder, tmp_path / "out", *own)
     ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=world)
     assert ended.code == 1 and " crashed\n" not in ended.err, ended.err
-    assert re.search(r'File ".*/user.py", line \d+ in backtracks', ended.err), ended.err
+    assert re.search(r'File ".*/keeps.py", line \d+ in backtracks', ended.err), ended.err
     # The other rank says which one is gone, unless it has been ended before.
     assert len(ended.errors()) <= world - 1, ended.err
 
