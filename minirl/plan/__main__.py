@@ -23,7 +23,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.plan.cards import CARDS, GIB, REACHED, Card, find_card
-from minirl.plan.plan import Plan, Workload, check, make_plan, most, read_models
+from minirl.plan.plan import Plan, Workload, check, make_plan, most, named, read_models
 from minirl.plan.sizes import read_config
 
 PROGRAMS: dict[str, type[TrainingConfig]] = {
@@ -278,8 +278,7 @@ def page(plan: Plan, advised: list[Advice]) -> str:
     load = workload.load
     parallel = workload.cfg.parallel
     card = plan.card
-    # Each rank of a context holds a shard, too.
-    shards = workload.world_size // (parallel.replicate * parallel.tensor)
+    shards = plan.trained["policy"].shards
     title = f"{workload.cfg.policy.model} on {plan.num_gpus} x {card.name}"
     verdicts = [side.verdict for side in plan.sides]
     lines = [
@@ -319,10 +318,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     """Return what each phase takes, and what the KV cache holds."""
     lines = []
     for phase, size in plan.memory.items():
-        largest = most(plan.alive[phase], 4)
-        named = [f"{name} {part / GIB:.1f}" for name, part in largest if part > 0.05 * GIB]
         over = "  <- too much" if size > plan.limit else ""
-        lines.append(f"  {_name(plan, phase):22}{size / GIB:8.1f}  {', '.join(named)}{over}")
+        largest = named(plan.alive[phase], 4)
+        lines.append(f"  {_name(plan, phase):22}{size / GIB:8.1f}  {largest}{over}")
     if plan.engine:
         states = plan.engine.state_tokens
         cache = f"KV cache of an engine: {max(0, plan.engine.kv_tokens):,} tokens"

@@ -163,7 +163,7 @@ class Workload:
 
         context = cfg.parallel.context
         self.load = Load(  # Of a rank, in an optimizer step.
-            tokens=cfg.tokens_per_rank * context,
+            tokens=cfg.tokens_per_rank * context or longest_of(cfg),
             sequence=prompt + answer,
             prompt=prompt,
             samples=samples,
@@ -172,18 +172,14 @@ class Workload:
         data_size = max(1, world_size // (context * cfg.parallel.tensor))
         updates = cfg.algo.updates_per_step if isinstance(cfg, RLConfig) else 1
         self.num_on_rank = math.ceil(math.ceil(self.num_sequences / updates) / data_size)
-        if not cfg.tokens_per_rank:
-            self.load.tokens = longest_of(cfg)
         num_micro = math.ceil(self.num_on_rank / self.load.num_answers)
         self._take(math.ceil(self.num_on_rank / num_micro))
 
     def _take(self, num_answers: int) -> None:
         """Let a micro-batch hold so many answers."""
-        self.load = dataclasses.replace(
-            self.load,
-            num_micro=math.ceil(self.num_on_rank / num_answers),
-            tokens=self.load.rows(num_answers),
-        )
+        num_micro = math.ceil(self.num_on_rank / num_answers)
+        rows = self.load.rows(num_answers)
+        self.load = dataclasses.replace(self.load, num_micro=num_micro, tokens=rows)
 
     @property
     def who(self) -> str:
@@ -199,10 +195,6 @@ class Workload:
         """Return what as many other ranks do by another config, with models and lengths of this."""
         given = (self.models, self.load.prompt, self.load.answer)
         return Workload(cfg, world_size, *given, only_generates=only_generates)
-
-    def of_generators(self) -> "Workload":
-        """Return what the generators of these trainers do."""
-        return self.changed(self.cfg, self.cfg.parallel.generators, only_generates=True)
 
     def choices(self) -> Iterator["Workload"]:
         """Yield what the run may do: with tokens_per_rank = 0 in few micro-batches first."""
@@ -250,14 +242,17 @@ def check(workload: Workload) -> None:
         validate.validate_sides(cfg)
         validate.validate_model(cfg.critic, "critic", cfg.parallel.tensor)
         validate.validate_shared_base(cfg)
-    generating = workload.of_generators() if workload.only_trains else workload
-    if generating.engine:
-        ranks = generating.engine.tensor_parallel_size
+        ranks = cfg.engine.tensor_parallel_size
         undivided = workload.models["policy"].undivided(ranks, HEADS)
-        if generating.world_size % ranks:
-            setting = "parallel.generators =" if generating.only_generates else "--gpus"
-            undivided = f"{setting} {generating.world_size}"
-        require(not undivided, f"engine.tensor_parallel_size = {ranks} does not divide {undivided}")
+        generators = cfg.parallel.generators
+        if generators % ranks:
+            undivided = f"parallel.generators = {generators}"
+        elif not generators and workload.world_size % ranks:
+            undivided = f"--gpus {workload.world_size}"
+        require(
+            not undivided or cfg.rollout.replay,
+            f"engine.tensor_parallel_size = {ranks} does not divide {undivided}",
+        )
     for name, model in workload.models.items():
         undivided = model.undivided(cfg.parallel.tensor)
         require(
@@ -459,6 +454,7 @@ class Plan:
         *,
         liger: bool = True,
     ):
+        cfg = workload.cfg
         self.sleep = sleep
         self.offloads = sleep == "all"  # Models are in host memory while they do not compute.
         self.workload = workload
@@ -469,7 +465,7 @@ class Plan:
         self.generators: GeneratorPlan | None = None  # Of ranks that generate for these.
         self.sides: list[Plan] = [self]  # This plan, and that of the generators.
         if workload.only_trains:
-            generating = workload.of_generators()
+            generating = workload.changed(cfg, cfg.parallel.generators, only_generates=True)
             self.generators = GeneratorPlan(generating, card, gpus_per_node, "off", "none")
             self.sides.append(self.generators)
             # Each trainer sends its share of the weights to every engine.
@@ -478,7 +474,6 @@ class Plan:
         self.num_gpus = sum(side.workload.world_size for side in self.sides)
         self.is_across = self.num_gpus > gpus_per_node  # Several nodes.
         self.trained: dict[str, Training] = {}
-        cfg = workload.cfg
         losses: dict[str, costs.LossName] = {"policy": "policy", "critic": "value"}
         if isinstance(cfg, RMConfig):
             losses["policy"] = "reward"
@@ -723,6 +718,13 @@ def most(sizes: Mapping[str, float], num: int = 99) -> list[tuple[str, float]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:num]
 
 
+def named(sizes: Mapping[str, float], num: int, digits: int = 1) -> str:
+    """Return the largest sizes and their names in GiB, without those that would print as 0."""
+    least = 0.5 * GIB / 10**digits
+    shown = [(name, size / GIB) for name, size in most(sizes, num) if size > least]
+    return ", ".join(f"{name} {gib:.{digits}f}" for name, gib in shown)
+
+
 def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool = True) -> Plan:
     """Return the plan of a run, with the fastest of what fits where settings are auto or 0.
 
@@ -823,11 +825,11 @@ def announce(
         lines = [
             f"{verdict}: {needed:.2f} GiB of tensors a rank of {card.memory_gib:.1f} GiB, this "
             f"machine's memory over its {per_node} ranks",
-            f"GiB a rank: {_largest(parts)}",
+            f"GiB a rank: {named(parts, 5, 2)}",
             "no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
         ]
         if plan.generators:
-            lines.insert(2, f"GiB a generator: {_largest(_on_cpu(plan.generators.engine))}")
+            lines.insert(2, f"GiB a generator: {named(_on_cpu(plan.generators.engine), 5, 2)}")
     check_lower_bound(plan)
     return plan, [f"plan: {line}" for line in (*lines, plan.note) if line]
 
@@ -836,12 +838,6 @@ def _on_cpu(engine: Engine) -> Parts:
     """Return what an engine takes on a CPU."""
     cache = (engine.cfg.kv_cache_gb or 1.0) * GIB
     return {"engine's weights": engine.weights, "KV cache": cache}
-
-
-def _largest(parts: Parts) -> str:
-    """Return the five largest parts, in GiB."""
-    largest = [f"{part} {n / GIB:.2f}" for part, n in most(parts, 5) if n > 0.005 * GIB]
-    return ", ".join(largest)
 
 
 def host_memory() -> int:
@@ -872,7 +868,7 @@ def check_lower_bound(plan: Plan) -> None:
 
 def short(plan: Plan) -> list[str]:
     """Return the lines of a run on GPUs."""
-    memory = ", ".join(f"{phase} {size / GIB:.1f}" for phase, size in most(plan.memory, 4))
+    memory = named(plan.memory, 4)
     engine = plan.sides[-1].engine
     cache = f"; KV cache {max(0, engine.kv_tokens):,} tokens an engine" if engine else ""
     load = plan.workload.load
