@@ -59,6 +59,7 @@ def settings(data: Path, output: Path, **changes: object) -> list[str]:
     given = {
         "policy.model": "scratch",
         "policy.scratch.phrases": '[" and "]',
+        "policy.scratch.num-layers": 2,
         "policy.dtype": "float32",
         "policy.lr": 1e-3,
         "data.train": data / "train.jsonl",
