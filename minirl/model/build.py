@@ -179,8 +179,6 @@ def build_model(
     # `validate_lora` refuses it: a tensor rank's part of the bytes is no matrix of its own.
     assert tp is None or cfg.lora.quantization == "none", "matrices in four bits are cut"
     if mesh.experts:
-        num_ranks = mesh.experts.experts.size()
-        checks.check_experts_divide(config, f"{section_of(cfg)}'s mixture", num_ranks)
         experts.divide(model, mesh)
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())

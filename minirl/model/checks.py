@@ -277,28 +277,6 @@ def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:
     )
 
 
-def check_experts_divide(config: PretrainedConfig, role: str, num_ranks: int) -> None:
-    """Refuse a mixture with experts that cannot be divided over ranks.
-
-    Args:
-        config: the model's config. One without experts is left as it is.
-        role: of the model, such as policy.
-        num_ranks: parallel.experts.
-
-    Raises:
-        UserError: the number does not divide that of the experts.
-    """
-    if not has_experts(config):
-        return
-    name, experts = number_of_experts(config)
-    works = [str(n) for n in range(1, experts + 1) if experts % n == 0]
-    require(
-        experts % num_ranks == 0,
-        f"parallel.experts = {num_ranks} does not divide {name} = {experts} of the {role}; use "
-        f"{', '.join(works)}",
-    )
-
-
 def check_experts(
     models: dict[str, PretrainedConfig], parallel: ParallelConfig, ranks_of_node: int
 ) -> None:
@@ -323,7 +301,14 @@ def check_experts(
         f"any ({', '.join(families)}); set it to 1",
     )
     for role, config in models.items():
-        check_experts_divide(config, role, num_ranks)
+        if has_experts(config):
+            name, experts = number_of_experts(config)
+            works = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+            require(
+                experts % num_ranks == 0,
+                f"parallel.experts = {num_ranks} does not divide {name} = {experts} of the {role}; "
+                f"use {', '.join(works)}",
+            )
     works = [str(n) for n in range(1, num_ranks) if ranks_of_node % n == num_ranks % n == 0]
     require(
         ranks_of_node % num_ranks == 0 or parallel.experts_across_nodes,
