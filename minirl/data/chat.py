@@ -193,6 +193,11 @@ def renderer(tokenizer: PreTrainedTokenizerBase, row: dict) -> Callable[..., str
     return partial(render, tokenizer, **row.get("template_inputs", {}))
 
 
+def is_text(text: str) -> bool:
+    """Return whether a tokenizer takes a text: half of a surrogate pair is no character."""
+    return text.isascii() or is_unicode(text)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text that has all its special tokens.
 
@@ -200,7 +205,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         UserError: the text has half of a surrogate pair.
     """
     require(
-        is_unicode(text),
+        is_text(text),
         f"the text {text[:200]!r} has half of a surrogate pair, which is no character; remove it",
     )
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -16,10 +16,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
-from minirl.base.reading import is_unicode
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
-from minirl.data.chat import parts_of, plain, to_messages, why_no_messages
+from minirl.data.chat import is_text, parts_of, plain, to_messages, why_no_messages
 from minirl.data.images import BadImage, attach, to_url
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
@@ -350,7 +349,7 @@ class EpisodeRunner:
             )
         if isinstance(observation, list):
             _check_tokens(said, observation, tokenizer)
-        elif not is_unicode(observation):
+        elif not is_text(observation):
             raise EnvFailed(f"{said}, with half of a surrogate pair")
         urls = [to_url(image) for image in result.images]
         e.segment = e.conversation.append_raw(observation, e.segment, urls)
@@ -425,7 +424,7 @@ class EpisodeRunner:
 def _check_messages(value: Any) -> None:
     """Raise EnvFailed if a value is no list of messages, or has half of a surrogate pair."""
     problem = why_no_messages(value)
-    if not problem and not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
+    if not problem and not is_text(json.dumps(value, ensure_ascii=False, default=str)):
         problem = "a text has half of a surrogate pair"
     if problem:
         raise EnvFailed(
