@@ -12,9 +12,9 @@ import sizes
 from programs import QUICKSTART, ROOT, WORDS, fork
 from test_readme import printed
 
-# Bounds, as they were reached. The aim of a step was 40 files and 6,000 lines.
+# Bounds, as they were reached. They may only fall.
 LISTED = 20, 3_700  # files and code lines that minirl/README.md lists
-ENTERED = 41, 5_980  # and those of which a step enters a function
+ENTERED = 40, 5_920  # and those of which a step enters a function
 TRACED = """
 import json, sys, threading
 

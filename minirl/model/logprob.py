@@ -88,8 +88,8 @@ def gradients(ctx: Any, gradient_of_logits: Callable[[slice], Tensor]) -> tuple:
     """Return the gradients of what `forward` got, chunk by chunk, the last one first.
 
     Args:
-        ctx: with `chunk` rows, the `settings` that `forward` got after its tensors, and hidden
-            states and weight as its first saved tensors.
+        ctx: with the rows of a `chunk`, the `settings` that `forward` got after its tensors, and
+            hidden states and weight as its first saved tensors.
         gradient_of_logits: returns the gradient of the logits of some rows.
     """
     hidden, weight = ctx.saved_tensors[:2]
@@ -131,14 +131,17 @@ class LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        entropy_gradient: bool,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [N] each.
-
-        `settings` are the arguments of `logprob_entropy` from `temperature` to `group`.
-        """
-        ctx.settings = settings
-        temperature, softcap, entropy_gradient, group = settings
+        """Return log-probs and entropies, [N] each."""
+        ctx.settings = temperature, softcap, entropy_gradient, group
         if group is not None:
             targets = targets - group.rank() * weight.shape[0]
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group

@@ -5,8 +5,6 @@ write each float32 logit many times over. Here forward reads it once, and backwa
 writes its gradient in the dtype of the products.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import triton
@@ -226,14 +224,17 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        entropy_gradient: bool,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [N] each.
-
-        `settings` are the arguments of `logprob_entropy` from `temperature` to `group`.
-        """
-        ctx.settings = settings
-        temperature, softcap, entropy_gradient, group = settings
+        """Return log-probs and entropies, [N] each."""
+        ctx.settings = temperature, softcap, entropy_gradient, group
         if group is not None:
             targets = targets - group.rank() * weight.shape[0]
         ctx.chunk = logprob.rows_of_chunk(weight, torch.float32)
