@@ -80,8 +80,8 @@ class Measured(NamedTuple):
         waiting = mean("time/idle_trainers") if is_split else rollout
         return cls(
             step=step,
-            trainers=step - waiting - mean("time/refit"),
-            generators=step - rollout - mean("time/idle_generators"),
+            trainers=max(0.0, step - waiting - mean("time/refit")),
+            generators=max(0.0, step - rollout - mean("time/idle_generators")),
             rollout=rollout,
         )
 
@@ -150,9 +150,12 @@ def main(
         return min(found, key=lambda measured: measured.step)
 
     # One engine that never waits, with few sequences and with many.
-    few, many = (fastest(1, Case("colocated"), 0.0, n).rollout for n in (LEAST, SAMPLES))
-    per_sequence = max(0.0, many - few) / (TURNS * TOKENS) / (PROMPTS * (SAMPLES - LEAST))
-    engine_step = few / (TURNS * TOKENS) - (PROMPTS * LEAST - 1) * per_sequence
+    tokens = TURNS * TOKENS
+    few, many = (fastest(1, Case("colocated"), 0.0, n).rollout / tokens for n in (LEAST, SAMPLES))
+    # A busy machine may say that sequences cost nothing, or everything.
+    per_sequence = (many - few) / (PROMPTS * (SAMPLES - LEAST))
+    per_sequence = min(max(0.0, per_sequence), few / (PROMPTS * LEAST))
+    engine_step = few - (PROMPTS * LEAST - 1) * per_sequence
     print(f"a step of the engine: {1e3 * engine_step:.2f} ms, {1e3 * per_sequence:.3f} a sequence")
     print("| ranks | measured | simulated | |\n|---|---|---|---|")
     in_lockstep: dict[int, Measured] = {}
@@ -169,7 +172,7 @@ def main(
             engines=case.generators or num_ranks,
             prompts=PROMPTS,
             samples=SAMPLES,
-            tokens=TURNS * TOKENS,
+            tokens=tokens,
             step_seconds=engine_step,
             seconds_per_sequence=per_sequence,
             train_seconds=speeds.trainers,
