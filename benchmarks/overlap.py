@@ -190,7 +190,6 @@ def predict(
     train_seconds: float,
     environment_seconds: float = 0.0,
     refit_seconds: float = 0.0,
-    seconds_per_sequence: float = 0.0,
     sleep_seconds: float = 0.0,
     slots: int = 256,
 ) -> Outcome:
@@ -202,17 +201,16 @@ def predict(
         prompts: of a step.
         samples: answers to each.
         tokens: of each answer, in all turns.
-        step_seconds: of an engine's step with one sequence.
+        step_seconds: of an engine's step, however many sequences it has.
         train_seconds: of a step of this many trainers, from its batch to its new weights.
         environment_seconds: of an answer, in all turns.
         refit_seconds: of a refit, with what else the sides do at their meetings.
-        seconds_per_sequence: by which each further sequence makes an engine's step longer.
         sleep_seconds: between generation and training, if the ranks do both.
         slots: `engine.max_num_seqs`.
     """
 
     def seconds(running: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-        return step_seconds + seconds_per_sequence * np.maximum(running - 1, 0)
+        return np.full(len(running), step_seconds)
 
     job = Job(
         prompts=prompts,

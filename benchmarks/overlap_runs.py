@@ -41,7 +41,6 @@ TURNS = 6
 TOKENS = 4  # Of a turn.
 PROMPTS = 4  # Of a step.
 SAMPLES = 4
-LEAST = 2  # Samples with which the engine is measured, too.
 MAX_STALENESS = 1
 WARM_UP = 4  # Steps.
 
@@ -149,14 +148,15 @@ def main(
         found = [measure(num_ranks, case, seconds, samples, steps) for _ in range(runs)]
         return min(found, key=lambda measured: measured.step)
 
-    # One engine that never waits, with few sequences and with many.
+    # Answers that begin together take their turns together, so that an engine's steps have all of
+    # them. One engine that never waits, with the sequences of one engine and of one of two:
     tokens = TURNS * TOKENS
-    few, many = (fastest(1, Case("colocated"), 0.0, n).rollout / tokens for n in (LEAST, SAMPLES))
-    # A busy machine may say that sequences cost nothing, or everything.
-    per_sequence = (many - few) / (PROMPTS * (SAMPLES - LEAST))
-    per_sequence = min(max(0.0, per_sequence), few / (PROMPTS * LEAST))
-    engine_step = few - (PROMPTS * LEAST - 1) * per_sequence
-    print(f"a step of the engine: {1e3 * engine_step:.2f} ms, {1e3 * per_sequence:.3f} a sequence")
+    engine_step = {}
+    for engines in (1, 2):
+        samples = SAMPLES // engines
+        rollout = fastest(1, Case("colocated"), 0.0, samples).rollout
+        engine_step[engines] = rollout / tokens
+        print(f"{PROMPTS * samples} sequences: {1e3 * engine_step[engines]:.2f} ms a step")
     print("| ranks | measured | simulated | |\n|---|---|---|---|")
     in_lockstep: dict[int, Measured] = {}
     for name in cases:
@@ -167,14 +167,14 @@ def main(
             in_lockstep[num_ranks] = found
         elif case.generators and num_ranks in in_lockstep:
             speeds = in_lockstep[num_ranks]
+        engines = case.generators or num_ranks
         simulated = predict(
             case,
-            engines=case.generators or num_ranks,
+            engines=engines,
             prompts=PROMPTS,
             samples=SAMPLES,
             tokens=tokens,
-            step_seconds=engine_step,
-            seconds_per_sequence=per_sequence,
+            step_seconds=engine_step[engines],
             train_seconds=speeds.trainers,
             environment_seconds=TURNS * sleep,
             refit_seconds=speeds.generators if case.generators else 0.0,

@@ -168,7 +168,7 @@ SHOWN = {
         "| engines fail twice an hour for 5 minutes | | # (#) | # (#) |",
         "| generators are H20 | | # (#) | # (#) | |",
     ],
-    "overlap_runs": ["a step of the engine: # ms, # a sequence", "| lockstep-1+1 | # | # |"],
+    "overlap_runs": ["16 sequences: # ms a step", "| lockstep-1+1 | # | # |"],
     "dump": [f"{name} # s, # CPU-s, # MB, # bytes a token" for name in ("lines", "tables")],
     "vs_trl": ["| grpo-natural | # | | | | |", "| dpo | # | | | | |"],
     "preempt": [
