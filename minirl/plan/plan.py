@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from minirl.base.errors import require
@@ -431,6 +431,43 @@ class Engine:
 # the plan
 
 
+def count_training(
+    workload: Workload,
+    checkpointing: Checkpointing,
+    card: Card,
+    gpus_per_node: int,
+    *,
+    liger: bool,
+) -> dict[str, Training]:
+    """Return what each model costs by its name, whatever sleeps. The arguments are those of `Plan`.
+
+    Ranks that only generate have none.
+    """
+    cfg = workload.cfg
+    trained: dict[str, Training] = {}
+    losses: dict[str, costs.LossName] = {"policy": "policy", "critic": "value"}
+    if isinstance(cfg, RMConfig):
+        losses["policy"] = "reward"
+    models = {} if workload.only_generates else workload.models
+    for name, model in models.items():
+        critic = cfg.critic if isinstance(cfg, RLConfig) and name == "critic" else None
+        policy = critic or cfg.policy
+        trained[name] = Training(
+            model=model,
+            card=card,
+            gpus_per_node=gpus_per_node,
+            world_size=workload.world_size,
+            policy=policy,
+            parallel=cfg.parallel,
+            load=workload.load,
+            loss=losses.get(name, "frozen"),
+            shares_base=critic is not None and critic.share_base,
+            fused=liger if policy.kernels == "auto" else policy.kernels != "torch",
+            checkpointing=checkpointing,
+        )
+    return trained
+
+
 class Plan:
     """What a run takes on its fullest GPU, or on that of the ranks that its workload is of.
 
@@ -442,6 +479,7 @@ class Plan:
         sleep: what sleeps in turn, if there is an engine. Of ranks that only train: all: a model is
             in host memory while another one computes; or none.
         liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
+        trained: what `count_training` returns for these, if that has been counted.
     """
 
     def __init__(
@@ -453,6 +491,7 @@ class Plan:
         sleep: Sleep = "all",
         *,
         liger: bool = True,
+        trained: dict[str, Training] | None = None,
     ):
         cfg = workload.cfg
         self.sleep = sleep
@@ -473,27 +512,9 @@ class Plan:
             self.sent = received / workload.world_size
         self.num_gpus = sum(side.workload.world_size for side in self.sides)
         self.is_across = self.num_gpus > gpus_per_node  # Several nodes.
-        self.trained: dict[str, Training] = {}
-        losses: dict[str, costs.LossName] = {"policy": "policy", "critic": "value"}
-        if isinstance(cfg, RMConfig):
-            losses["policy"] = "reward"
-        models = {} if workload.only_generates else workload.models
-        for name, model in models.items():
-            critic = cfg.critic if isinstance(cfg, RLConfig) and name == "critic" else None
-            policy = critic or cfg.policy
-            self.trained[name] = Training(
-                model=model,
-                card=card,
-                gpus_per_node=gpus_per_node,
-                world_size=workload.world_size,
-                policy=policy,
-                parallel=cfg.parallel,
-                load=workload.load,
-                loss=losses.get(name, "frozen"),
-                shares_base=critic is not None and critic.share_base,
-                fused=liger if policy.kernels == "auto" else policy.kernels != "torch",
-                checkpointing=checkpointing,
-            )
+        if trained is None:
+            trained = count_training(workload, checkpointing, card, gpus_per_node, liger=liger)
+        self.trained = trained
         # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
         self.on_host = self.engine.on_host if self.engine else 0.0
         for name, training in self.trained.items():
@@ -740,18 +761,23 @@ def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
         sleeps = (workload.engine.sleep if workload.engine else "all",)
     if workload.only_trains:  # A policy alone has nobody to make room for.
         sleeps = ("none", "all") if len(workload.models) > 1 else ("none",)
-    plan_of = partial(Plan, card=card, gpus_per_node=gpus_per_node, liger=liger)
+    # What sleeps changes nothing in training.
+    trained_of = cache(partial(count_training, card=card, gpus_per_node=gpus_per_node, liger=liger))
+    plan_of = partial(Plan, card=card, gpus_per_node=gpus_per_node)
+    choices = list(workload.choices())
     fitting: list[Plan] = []
     for checkpointing in kinds:
         for sleep in sleeps:
-            plan = plan_of(workload, checkpointing=checkpointing, sleep=sleep)
+            trained = trained_of(workload, checkpointing)
+            plan = plan_of(workload, checkpointing=checkpointing, sleep=sleep, trained=trained)
             # What the settings ask for may take all of the card.
             if plan.shortage or (sleep != sleeps[-1] and plan.used > MOST_USED):
                 continue
             fitting.append(plan)
             fastest = math.inf
-            for load in workload.choices():
-                plan = plan_of(load, checkpointing=checkpointing, sleep=sleep)
+            for load in choices:
+                trained = trained_of(load, checkpointing)
+                plan = plan_of(load, checkpointing=checkpointing, sleep=sleep, trained=trained)
                 if plan.shortage or plan.used > MOST_USED:
                     continue
                 if plan.busy_seconds * LEAST_GAIN > fastest:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ class Matrix:
     rank: int = 0  # Of its adapter; 0: it has none.
     packed: bool = False  # Held in four bits.
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Return the number of its elements."""
         return self.inputs * self.outputs * max(1, self.experts)
 
-    @property
+    @cached_property
     def adapter(self) -> int:
         """Return the number of elements of its adapter, A and B."""
         return self.rank * (self.inputs + self.outputs) * max(1, self.experts)
