@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from importlib.metadata import version
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ if IS_WORKER:
 # Nothing of what the tests import is garbage. To look for some takes a tenth of the time until the
 # first of them runs, and much of that of collections later.
 gc.disable()
+
+
+# The address of the forkserver (harness.py) that all workers share: what it imports takes ten
+# seconds, and most of a GiB.
+SHARED = "MINIRL_TESTS_FORKSERVER"
+
+
+def pytest_configure(config) -> None:
+    server = forkserver._forkserver
+    if IS_WORKER and SHARED in os.environ:
+        server._forkserver_address = os.environ.pop(SHARED)  # No test's program is to find it.
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running
+    elif config.getoption("dist", "no") != "no":
+        server.set_forkserver_preload(["tests.preload"])
+        server.ensure_running()
+        os.environ[SHARED] = server._forkserver_address
 
 
 def pytest_collection_finish() -> None:

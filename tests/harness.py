@@ -8,6 +8,7 @@ a fork of it. torchrun would pay ten seconds of imports each time.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import io
 import multiprocessing
@@ -18,7 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,39 @@ class RankFailed(Exception):
         self.kind, self.text = kind, text
 
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def end_with_the_forkserver() -> None:
+    """Let this process, a fork, be killed when pytest is, whose end the forkserver waits for."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # It waits for who has this, too.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Streams:
+    """Where this process writes: a fork that gets one writes there, too, and not where the
+    forkserver does."""
+
+    def __reduce__(self) -> tuple:
+        return _write_to, (DupFd(1), DupFd(2))
+
+
+def _write_to(*streams: Any) -> None:
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.detach(), number)
+
+
 def _rank(
-    rank: int, world: int, folder: str, function: Callable, args: tuple, parallel: Any, pipe: Any
+    rank: int,
+    world: int,
+    folder: str,
+    function: Callable,
+    args: tuple,
+    parallel: Any,
+    pipe: Any,
+    _: Streams,
 ) -> None:
+    end_with_the_forkserver()
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -84,7 +117,7 @@ def ranks(
         try:
             for rank in range(world):
                 pipe, end_of_rank = context.Pipe()
-                given = (rank, world, folder, function, args, parallel, end_of_rank)
+                given = (rank, world, folder, function, args, parallel, end_of_rank, Streams())
                 process = context.Process(target=_rank, args=given)
                 process.start()
                 end_of_rank.close()  # Only the rank has it now, and the pipe ends when it dies.

@@ -26,7 +26,6 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from vllm.platforms import current_platform
 
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
@@ -89,6 +88,10 @@ MODULES = [
 ]
 
 
+# What libraries say when they are imported would be on the screen between pytest's lines.
+stderr = os.dup(2)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+current_platform = importlib.import_module("vllm.platforms").current_platform
 on_cpu = current_platform.is_cpu()
 for name in MODULES:
     # A module of another version of vLLM or of another device is imported where it is needed, or
@@ -147,6 +150,7 @@ for module in (events, dynamic_rendezvous):
 # transformers puts the whole of every configuration that it reads into a line for its log, which
 # takes longer than to read it.
 PretrainedConfig.__repr__ = object.__repr__
+os.dup2(stderr, 2)
 gc.freeze()
 gc.enable()
 # For good: an engine that ends would thaw them, and look through all of them twice.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from harness import PRELOAD
+from harness import PRELOAD, end_with_the_forkserver
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart_rl.yaml"
@@ -205,6 +205,7 @@ STREAMS = ("out.txt", "err.txt")
 
 
 def _main(module: str, flags: list[str], log: str, env: dict[str, str]) -> None:
+    end_with_the_forkserver()
     os.chdir(ROOT)
     os.environ.update(env)
     for stream, name in enumerate(STREAMS, start=1):
