@@ -26,7 +26,7 @@ from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh
-from minirl.train.examples import make_minibatch
+from minirl.run.supervised import make_minibatch
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 

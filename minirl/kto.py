@@ -18,7 +18,6 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.examples import MATCHED, Labelled
 from minirl.run.supervised import SupervisedTrainer, Task
-from minirl.train.examples import make_minibatch
 from minirl.train.policy import Metrics, Minibatch
 from minirl.types.packed import Trajectory
 
@@ -27,7 +26,7 @@ class KTOTrainer(SupervisedTrainer):
     """A run with a frozen reference."""
 
     cfg: KTOConfig
-    task = Task("kto", Labelled)
+    task = Task("kto", Labelled, single=True)
 
     def check_model(self) -> None:
         """Leave out the answers of other rows, if the loss does not need them."""
@@ -46,12 +45,12 @@ class KTOTrainer(SupervisedTrainer):
 
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return micro-batches with the reference's log-probs and the estimate of the KL."""
-        batches = self._make_batches([t for t in examples if t.episode == MATCHED])
+        batches = super().make_batches([t for t in examples if t.episode == MATCHED])
         self.annotate_reference(batches)
         baseline = torch.zeros((), dtype=torch.float64)
         if self.estimates_kl:
             # The policy's log-probs before the step, without gradients.
-            mismatched = self._make_batches([t for t in examples if t.episode != MATCHED])
+            mismatched = super().make_batches([t for t in examples if t.episode != MATCHED])
             self.annotate_reference(mismatched)
             with self.timer.phase("annotate"):
                 self.policy.annotate([mismatched], "old_logprobs")
@@ -59,9 +58,6 @@ class KTOTrainer(SupervisedTrainer):
         for batch in batches:
             batch.preference.baseline = baseline.to(self.mesh.device)
         return batches
-
-    def _make_batches(self, examples: list[Trajectory]) -> Minibatch:
-        return make_minibatch(examples, self.policy, self.tokens_per_rank, single=True)
 
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics with the mean reward of each kind of answers, and their distance."""

@@ -33,8 +33,7 @@ from minirl.data.formats import open_examples
 from minirl.data.order import read_rows
 from minirl.data.rows import Order
 from minirl.model.scratch import make_tokenizer
-from minirl.run.supervised import SupervisedTrainer
-from minirl.train.examples import make_minibatch
+from minirl.run.supervised import SupervisedTrainer, make_minibatch
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from programs import as_flags, fork, rows_of

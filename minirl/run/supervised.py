@@ -14,6 +14,8 @@ import numpy as np
 
 from minirl.algo import losses
 from minirl.base.errors import require
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, SupervisedConfig
 from minirl.config.validate import check_settings
@@ -39,11 +41,34 @@ from minirl.run.inputs import (
 from minirl.run.log import Log
 from minirl.run.metrics import count_work
 from minirl.run.trainer import BaseTrainer, TrainingRun
-from minirl.train.examples import make_minibatch
 from minirl.train.frozen import Reference
 from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.updates import learning_rate
 from minirl.types.packed import Trajectory
+
+
+def make_minibatch(
+    examples: list[Trajectory],
+    policy: Policy,
+    tokens_per_rank: int,
+    *,
+    pairs: bool = False,
+    single: bool = False,
+) -> Minibatch:
+    """Return this rank's micro-batches of one optimizer step. Collective.
+
+    Args:
+        examples: any number of examples of this rank; they are spread over all ranks.
+        policy: the model that will read them.
+        tokens_per_rank: token budget of a micro-batch.
+        pairs: whether groups are pairs; the two sides of a pair stay in one micro-batch.
+        single: whether every answer counts alone, as in `pack`.
+    """
+    (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
+    return [
+        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
+        for micro in minibatch
+    ]
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,7 @@ class Task:
     name: str  # On the progress bar.
     encoder: type[Chats]  # Makes token ids of rows.
     pairs: bool = False  # A row is a pair; its two sides stay in one micro-batch.
+    single: bool = False  # Every answer counts alone.
     score_head: bool = False  # The model has a score head instead of the language model's.
 
 
@@ -206,8 +232,8 @@ class SupervisedTrainer(BaseTrainer):
 
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
-        pairs = self.task.pairs
-        return make_minibatch(examples, self.policy, self.tokens_per_rank, pairs=pairs)
+        kinds = {"pairs": self.task.pairs, "single": self.task.single}
+        return make_minibatch(examples, self.policy, self.tokens_per_rank, **kinds)
 
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics of a step as they are logged."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from minirl.base.errors import require
 from minirl.batch.attention_plan import RowLayout
-from minirl.train.examples import annotate_examples
+from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack, unpack
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Trajectory
 
@@ -113,8 +114,14 @@ class RewardModel:
                     episode=number * mesh.world_size + mesh.rank,  # One number for each example.
                 )
             )
-        annotated = annotate_examples(self.model, examples, self.tokens_per_rank)
-        scores = {example.episode: float(values[-1]) for example, values in annotated}
+        scores = {}  # Of the examples that this rank reads, by number.
+        (minibatch,) = exchange(examples, mesh, self.tokens_per_rank)
+        with self.model.inference():
+            for micro in minibatch:
+                batch = pack(micro, mesh.device, layout=self.model.layout)
+                outputs, _ = self.model.model(batch)
+                for example, values in zip(micro, unpack(outputs, micro, batch), strict=True):
+                    scores[example.episode] = float(values[-1])
         for others in mesh.gather(scores):
             scores |= others
         return [scores[example.episode] for example in examples]
