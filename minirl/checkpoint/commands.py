@@ -27,9 +27,8 @@ from minirl.config.shared import ExportConfig
 from minirl.config.validate import check_run
 from minirl.model import build, causal, loading
 from minirl.model.adapters import files, lora, nf4
-from minirl.model.causal import CausalModel
+from minirl.model.causal import SCORE, CausalModel
 from minirl.model.loading import open_weights
-from minirl.model.score import SCORE
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import LORA_A, LORA_B

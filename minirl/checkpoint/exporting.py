@@ -30,7 +30,7 @@ from minirl.base.files import (
     sync_files,
 )
 from minirl.data.tokenizer import filling_token_id, stop_token_ids
-from minirl.model import build, families, score
+from minirl.model import build, causal, families
 from minirl.model.adapters import files
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
@@ -154,7 +154,7 @@ def write_companions(plan: FolderPlan, folder: Path) -> None:
     config = build.read_config(source)
     config.dtype = plan.dtype
     tokenizer = AutoTokenizer.from_pretrained(source)
-    if score.SCORE in plan.shapes:
+    if causal.SCORE in plan.shapes:
         config.architectures = [families.score_class(config, str(source))]
         config.num_labels = 1
         stops = stop_token_ids(tokenizer, source)

@@ -40,8 +40,14 @@ from minirl.model import (
 )
 from minirl.model.adapters import lora
 from minirl.model.adapters.files import is_adapter_folder, read_adapter
-from minirl.model.causal import CausalModel, buffers, packed_forward
-from minirl.model.score import SCORE, ScoreHead, score_forward
+from minirl.model.causal import (
+    SCORE,
+    CausalModel,
+    ScoreHead,
+    buffers,
+    packed_forward,
+    score_forward,
+)
 from minirl.model.trained import frozen_names
 from minirl.parallel import sharding, tensor
 from minirl.parallel.machines import errors_of_all

@@ -14,13 +14,15 @@ from minirl.parallel import fsdp
 from minirl.parallel.tensor import LORA_A, LORA_B, TensorParallel
 from minirl.types.packed import LayerBatch, Packed
 
+SCORE = "score.weight"  # Of the score head, in files, too.
+
 
 class CausalModel(PreTrainedModel):
     """What `build_model` makes of the library's models, for type checkers; never instantiated."""
 
     model: Any  # Its layers; for a model that reads images, a tower and `language_model`.
     lm_head: nn.Linear
-    score: nn.Linear  # A `score.ScoreHead`, instead of `lm_head`.
+    score: nn.Linear  # A `ScoreHead`, instead of `lm_head`: of a reward model or a critic.
     adapters: lora.Adapters | None  # None: it has none.
     routing: routing.Routing | None  # None: it is no mixture of experts.
     shared: set[str]  # Names of parameters that are another model's, too, which holds them.
@@ -91,6 +93,33 @@ def packed_forward(
         zeros.index_copy(0, batch.loss_rows, logprobs),
         zeros.index_copy(0, batch.loss_rows, entropy),
     )
+
+
+class ScoreHead(nn.Linear):
+    """The head of `AutoModelForSequenceClassification` with one label, in float32 at least."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return one number for each hidden state: [..., H] -> [...]."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(wide) @ self.weight[0].to(wide)
+
+
+def score_forward(
+    self: CausalModel,
+    batch: Packed,
+    entropy_gradient: bool = False,
+    *,
+    tp: TensorParallel | None,
+) -> tuple[Tensor, None]:
+    """Return the score of what has been read up to each row, in place of `packed_forward`.
+
+    Returns:
+        [T], 0 where the target is not in the loss; and no entropy.
+    """
+    scores = self.score(last_hidden(self, batch, tp))
+    if tp:
+        scores = tp.gather_tokens(scores)
+    return scores.squeeze(0).masked_fill(~batch.loss_mask, 0), None
 
 
 # --------------------------------------------------------------------------------------------------

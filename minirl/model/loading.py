@@ -16,8 +16,7 @@ from minirl.base.errors import UserError, require
 from minirl.base.reading import read_json
 from minirl.model import families
 from minirl.model.adapters import nf4
-from minirl.model.causal import packed_weights, tensors
-from minirl.model.score import SCORE
+from minirl.model.causal import SCORE, packed_weights, tensors
 from minirl.parallel import fsdp
 from minirl.parallel.regions import CheckpointSlice, intersect, local_region, view_of
 

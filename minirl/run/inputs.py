@@ -54,7 +54,7 @@ from minirl.data.tokenizer import (
 )
 from minirl.data.vision import Vision, read_vision
 from minirl.envs.registry import make_env
-from minirl.model import build, checks, families, score, scratch
+from minirl.model import build, causal, checks, families, scratch
 from minirl.model.loading import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
@@ -499,8 +499,8 @@ def check_head(folder: Path, setting: str) -> None:
     model would be 0.
     """
     require(
-        score.SCORE in open_weights(folder),
-        f"{setting} = {folder} is no reward model: its weights have no {score.SCORE}; train one "
+        causal.SCORE in open_weights(folder),
+        f"{setting} = {folder} is no reward model: its weights have no {causal.SCORE}; train one "
         "with minirl.rm",
     )
 
