@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 from minirl.base.errors import UserError, require
+from minirl.endpoint.completions import Choice, ChoicePart, JSONObject, PendingResponse
 from minirl.endpoint.http import MESSAGES
-from minirl.endpoint.protocol import JSONObject
-from minirl.endpoint.response import Choice, ChoicePart, PendingResponse
 from minirl.rollout.conversation import decode
 
 MODEL = "policy"

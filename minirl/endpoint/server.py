@@ -20,10 +20,14 @@ from starlette.routing import Route
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
+from minirl.endpoint.completions import (
+    JSONObject,
+    PendingResponse,
+    SessionState,
+    parse_request,
+)
 from minirl.endpoint.forms import COMPLETIONS, FORMS, MODEL, from_anthropic
 from minirl.endpoint.http import MESSAGES, BadRequest, api_key, bind, make_server, read_json
-from minirl.endpoint.protocol import JSONObject, parse_request
-from minirl.endpoint.response import PendingResponse, SessionState
 from minirl.endpoint.tool_calls import preload
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop
