@@ -24,7 +24,7 @@ from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.checkpoint import exporting, finding
 from minirl.checkpoint import state as state_module
-from minirl.checkpoint.commands import choose, export_checkpoint
+from minirl.checkpoint.__main__ import choose, export_checkpoint
 from minirl.checkpoint.state import Saver, load_checkpoint, read_best, restore, state_dict_of
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig

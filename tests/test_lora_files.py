@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import RankFailed, ranks
-from minirl.checkpoint.commands import export_checkpoint
+from minirl.checkpoint.__main__ import export_checkpoint
 from minirl.checkpoint.exporting import export, export_adapter
 from minirl.checkpoint.state import Saver
 from minirl.config.policy import LoraConfig, PolicyConfig

@@ -22,7 +22,7 @@ from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
 from minirl.checkpoint import exporting
-from minirl.checkpoint.commands import export_checkpoint
+from minirl.checkpoint.__main__ import export_checkpoint
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import ExportConfig, RewardConfig

@@ -28,7 +28,7 @@ from harness import RankFailed, ranks, two_at_once
 from minirl.base.errors import UserError
 from minirl.base.files import partial_of, publish_folder, write_whole
 from minirl.checkpoint import finding, reading, run_folder, state
-from minirl.checkpoint.commands import export_checkpoint
+from minirl.checkpoint.__main__ import export_checkpoint
 from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.parse import flatten
 from minirl.config.policy import PolicyConfig

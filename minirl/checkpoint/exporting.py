@@ -1,7 +1,7 @@
 """Hugging Face folders: what their files hold, which rank writes them, and the writers.
 
-Models in training are exported in the background; checkpoints of runs and merged adapters by the
-programs of `commands.py`.
+Models in training are exported in the background; checkpoints of runs and merged adapters by
+`python -m minirl.checkpoint`.
 """
 
 import json
