@@ -115,18 +115,17 @@ def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
         return None
 
 
-def read_line(part: Part, row: np.ndarray) -> bytes:
-    """Return the line of a row of `sampled`."""
+def read_line(part: Part, start: int, num_bytes: int) -> bytes:
+    """Return a line by the columns of `sampled` that say where it is."""
     with part.lines.open("rb") as file:
-        file.seek(int(row["start"]))
-        return file.read(int(row["num_bytes"]))
+        file.seek(start)
+        return file.read(num_bytes)
 
 
-def read_values(part: Part, row: np.ndarray) -> np.ndarray:
-    """Return the values of the tokens of a row of `trained`, float32 [L, 3]."""
+def read_values(part: Part, start: int, num_tokens: int) -> np.ndarray:
+    """Return the values of tokens, float32 [L, 3], by the columns of `trained`."""
     values = np.load(part.values, mmap_mode="r", allow_pickle=False)
-    start = int(row["start"])
-    return np.array(values[start : start + int(row["num_tokens"])])
+    return np.array(values[start : start + num_tokens])
 
 
 def places(sizes: Iterable[int], start: int = 0) -> Iterator[tuple[int, int]]:

@@ -12,12 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import BAD_INPUT, UserError, require
 from minirl.view.run import Run
 from minirl.view.server import MOST_GROUPS, export, serve
 
 PORT = 8600
-BAD_INPUT = 2
 
 
 def main(argv: list[str]) -> int:

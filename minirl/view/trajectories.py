@@ -180,7 +180,7 @@ class Table:
 
     def _record(self, row: np.ndarray) -> dict[str, Any]:
         part = index.part_of(self.folder, int(row["step"]), int(row["rank"]))
-        return json.loads(index.read_line(part, row))
+        return json.loads(index.read_line(part, int(row["start"]), int(row["num_bytes"])))
 
     def _trajectory(self, row: np.ndarray) -> dict[str, Any]:
         record = self._record(row)
@@ -196,10 +196,7 @@ class Table:
         values = np.full((len(texts), len(index.VALUES)), np.nan, np.float32)
         if row["trained_rank"] >= 0:
             part = index.part_of(self.folder, int(row["step"]), int(row["trained_rank"]))
-            trained = np.zeros((), index.TRAINED)
-            trained["start"] = row["trained_start"]
-            trained["num_tokens"] = row["num_tokens"]
-            values = index.read_values(part, trained)
+            values = index.read_values(part, int(row["trained_start"]), len(texts))
         advantages, logprobs, entropies = values.T
         num_updates = record["version"] + int(row["staleness"])
         staleness = [num_updates - v if v >= 0 else None for v in record["versions"]]
