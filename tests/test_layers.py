@@ -85,7 +85,7 @@ DOORS = {
     "tyro": ("config/parse.py",),
     "yaml": ("config/values.py",),
     "pydantic": ("config/*", "endpoint/*"),
-    "pydantic_core": ("view/run.py",),
+    "pydantic_core": ("view/server.py",),
     "math_verify": ("sandbox/inside/grading.py",),
     "sympy": ("sandbox/inside/grading.py",),
     "reasoning_gym": ("sandbox/inside/grading.py", "data/sources.py"),

@@ -29,7 +29,7 @@ from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
 from minirl.view import server
 from minirl.view.__main__ import main
-from minirl.view.run import KILLED, Run, parse_query, read_lines, to_json
+from minirl.view.server import KILLED, Run, parse_query, read_lines, to_json
 from minirl.view.trajectories import Table, token_texts
 from programs import QUICKSTART, ROOT, WORDS, fork
 from run_folders import save_config

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from minirl.base.errors import BAD_INPUT, UserError, require
-from minirl.view.run import Run
-from minirl.view.server import MOST_GROUPS, export, serve
+from minirl.view.server import MOST_GROUPS, Run, export, serve
 
 PORT = 8600
 
