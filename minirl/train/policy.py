@@ -83,7 +83,6 @@ class Policy:
         self.folder = folder
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
-        self.trainable = trainable
         self.score = score
         self.model: causal.CausalModel = build.build_model(
             cfg,
