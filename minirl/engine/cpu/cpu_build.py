@@ -39,7 +39,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def patch_cpu(mesh: Mesh) -> None:
     """Make the CPU build fit for refits and for several jobs on one host. Collective."""
-    packed.patch_linear()
+    patch_linear()
     patch_experts()
     patch_delta_nets()
     patch_shared_memory(mesh)
@@ -90,12 +90,46 @@ def arguments(cfg: EngineConfig, folder: Path, dtype: str) -> dict[str, Any]:
         # bfloat16.
         found["mamba_ssm_cache_dtype"] = "float32"
     if dtype == "bfloat16":
-        packed.patch_head()
+        patch_head()
     if "kv_lora_rank" in config.get_text_config().to_dict():
         # On a CPU with AMX the default backend packs a weight once, and drops it.
         found["attention_backend"] = "CPU_MLA"
         patch_rotary()
     return found
+
+
+def patch_linear() -> None:
+    """Keep linear layers' weights plain parameters, and multiply by packed copies of them.
+
+    The CPU build itself packs every matrix once, after loading, and drops the parameter, so that a
+    later write to it changes nothing (silently, for tied embeddings).
+    """
+    import vllm.model_executor.layers.utils as layers
+
+    def use_packed_copy(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = packed.packed_linear
+
+    layers.dispatch_cpu_unquantized_gemm = use_packed_copy
+
+
+def patch_head() -> None:
+    """Compute logits in float32 of weights in bfloat16 by a copy that is converted once a refit.
+
+    The CPU build would convert the whole head in every step.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    apply = inspect.unwrap(LogitsProcessor._apply_head)
+
+    @functools.wraps(apply)
+    def apply_wide(
+        processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
+    ) -> Tensor:
+        if processor.head_dtype != torch.float32 or hidden_states.dtype == torch.float32:
+            return apply(processor, lm_head, hidden_states, embedding_bias)
+        return packed.wide_logits(hidden_states, lm_head.weight, embedding_bias)
+
+    LogitsProcessor._apply_head = apply_wide
 
 
 def patch_rotary() -> None:

@@ -11,8 +11,6 @@ share one copy, and an expert that gets no token has none.
 """
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -36,20 +34,6 @@ class _Packed(NamedTuple):
 
 _copies: dict[tuple[int, torch.Size], _Packed] = {}  # By address and shape.
 _plain = False  # Whether no copies are used at the moment.
-
-
-def patch_linear() -> None:
-    """Keep linear layers' weights plain parameters, and multiply by packed copies of them.
-
-    The CPU build itself packs every matrix once, after loading, and drops the parameter, so that a
-    later write to it changes nothing (silently, for tied embeddings).
-    """
-    import vllm.model_executor.layers.utils as layers
-
-    def use_packed_copy(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = packed_linear
-
-    layers.dispatch_cpu_unquantized_gemm = use_packed_copy
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -86,26 +70,6 @@ def plain_products() -> Iterator[None]:
         yield
     finally:
         _plain = False
-
-
-def patch_head() -> None:
-    """Compute logits in float32 of weights in bfloat16 by a copy that is converted once a refit.
-
-    The CPU build would convert the whole head in every step.
-    """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    apply = inspect.unwrap(LogitsProcessor._apply_head)
-
-    @functools.wraps(apply)
-    def apply_wide(
-        processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None
-    ) -> Tensor:
-        if processor.head_dtype != torch.float32 or hidden_states.dtype == torch.float32:
-            return apply(processor, lm_head, hidden_states, embedding_bias)
-        return wide_logits(hidden_states, lm_head.weight, embedding_bias)
-
-    LogitsProcessor._apply_head = apply_wide
 
 
 def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
