@@ -12,7 +12,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import tiny
 from harness import ranks
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
-from minirl.model import kept_linear, selective
+from minirl.model import selective
 from minirl.parallel import fsdp
 from minirl.train.policy import Policy
 from test_families import batch_of
@@ -45,7 +45,7 @@ def gradients(mesh, folder, checkpointing, settings, by_torch=False):
     """Every gradient of this rank, and how many slow operators backward runs."""
     if by_torch:
         selective.contexts = torchs_own
-        kept_linear.install = lambda layers: None
+        selective.install = lambda layers: None
     cfg = PolicyConfig(dtype="float64", activation_checkpointing=checkpointing, **settings)
     policy = Policy(cfg, folder, mesh)
     torch.manual_seed(0)

@@ -33,7 +33,6 @@ from minirl.model import (
     experts,
     families,
     fused,
-    kept_linear,
     loading,
     routing,
     selective,
@@ -167,7 +166,7 @@ def build_model(
         # Nothing in a layer is random.
         arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if cfg.activation_checkpointing == "selective":
-            kept_linear.install(layers(model))
+            selective.install(layers(model))
             arguments["context_fn"] = selective.contexts
         model.gradient_checkpointing_enable(arguments)
         # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a

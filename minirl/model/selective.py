@@ -13,8 +13,11 @@ so.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 Tensors = tuple[Tensor, ...]
 
@@ -72,3 +75,43 @@ def keep(compute: Callable[[], Tensors]) -> Tensors:
         _current = results
     results.kept.append(tuple(t.detach() for t in tensors))
     return tensors
+
+
+class Linear(torch.autograd.Function):
+    """F.linear, of which the result is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x weight' + bias: [..., in] -> [..., out]."""
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return keep(lambda: (F.linear(x, weight, bias),))[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of all three, as torch computes them."""
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = None if weight is None else (rows @ weight).view(*grad.shape[:-1], -1)
+        grad_weight = None if x is None else rows.t() @ x.flatten(0, -2)
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias
+
+
+def install(layers: list[nn.Module]) -> None:
+    """Let the linear maps of layers keep their results.
+
+    Args:
+        layers: before parameters are split. Linears with a forward of their own are left out, such
+            as those with an adapter, which calls `keep` itself.
+    """
+    for layer in layers:
+        for module in layer.modules():
+            if type(module) is nn.Linear and "forward" not in vars(module):
+                module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    if is_on():
+        return Linear.apply(x, module.weight, module.bias)
+    return F.linear(x, module.weight, module.bias)
