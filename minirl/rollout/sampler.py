@@ -345,7 +345,14 @@ class Sampler:
             finished |= {group.ticket: group for group in groups}
             states |= self._exchange_states(groups)
             most_new -= self.take_back(tickets, states)
-        return self._take_chosen(finished, states, pace.choose(states.values()), first)
+        chosen = pace.choose(states.values())
+        for ticket, state in states.items():
+            if state.is_varied and ticket not in chosen:  # One too many waits for the next step.
+                self.begun[ticket] = state
+                if ticket in finished:
+                    self.training.groups[ticket] = finished[ticket]
+        groups = [g for ticket, g in sorted(finished.items()) if ticket not in self.begun]
+        return self.rollout_of(groups, chosen, first)
 
     @property
     def training_config(self) -> RolloutConfig:
@@ -430,35 +437,6 @@ class Sampler:
         states = [GroupState(*row) for row in table.tolist()]
         self.begun = {s.ticket: s for s in states if not s.is_finished}
         return {s.ticket: s for s in states if s.is_finished}
-
-    def _take_chosen(
-        self,
-        finished: dict[int, Group],
-        states: dict[int, GroupState],
-        chosen: set[int],
-        next_ticket: int,
-    ) -> StepRollout:
-        """Return a step's rollout, with the numbers of all ranks. Collective.
-
-        A varied group too many waits for the next step; the others are discarded.
-
-        Args:
-            finished: this rank's finished groups, by ticket.
-            states: the finished groups of all ranks, by ticket.
-            chosen: tickets of the groups to train on.
-            next_ticket: the first ticket of the next step.
-
-        Raises:
-            UserError: no rank has a token to train on.
-        """
-        for ticket, group in finished.items():
-            if states[ticket].is_varied and ticket not in chosen:
-                self.training.groups[ticket] = group
-        for ticket, state in states.items():
-            if state.is_varied and ticket not in chosen:
-                self.begun[ticket] = state
-        groups = [g for ticket, g in sorted(finished.items()) if ticket not in self.begun]
-        return self.rollout_of(groups, chosen, next_ticket)
 
     def rollout_of(
         self,
