@@ -1,17 +1,27 @@
 """RL with generators and trainers on ranks of their own, at the same time (parallel.generators).
 
 `Trainers` are the trainer of rl.py, whose batches come from the other side. `Generators` have the
-engines, the environments and the reward functions. Both make the same meetings, in this order; W(k)
-are the weights that step k begins with:
+engines, the environments and the reward functions. Both make the same meetings, in one order; W(k)
+are the weights that step k begins with. In flight it is this:
 
     trainers                                generators
     weights(k): send W(k)                   receive W(k)
     batch(k): receive batch k               send batch k
-    train on batch k                        evaluate W(k) if that is due, and go on by
-                                              lockstep: draw batch k + 1 with W(k)
-                                              inflight: draw what comes next, until they are called
+    train on batch k                        evaluate W(k) if that is due,
+                                            draw what comes next, until they are called
 
 With `stream` batch k is drawn with W(k), and goes to the trainers in parts as its groups finish.
+
+In lockstep the next batch waits for nobody, and comes first. W(k) travel while the trainers prepare
+it and compute its log-probs:
+
+    trainers                                generators
+    batch(k): receive batch k               send batch k
+    weights(k): send W(k)                   receive W(k)
+    train on batch k                        evaluate W(k) if that is due,
+                                            draw batch k + 1 with W(k)
+
+Step 0 begins as in flight.
 """
 
 import functools
@@ -161,12 +171,7 @@ class Trainers(Trainer):
 
         Each group comes to one rank as a whole, which its ticket decides.
         """
-        with self.timer.phase("idle_trainers"):
-            self.meetings.enter()
-        world = self.mesh.everyone
-        messages = world.all_to_all([b""] * world.world_size)[self.mesh.world_size :]
-        self.refit.wait()  # The generators have their weights, or would not be here.
-        deliveries: list[Delivery] = [pickle.loads(message) for message in messages]
+        deliveries = self.take_deliveries()
         first = deliveries[0]
         for i, evaluation in enumerate(first.evaluations):
             parts = [delivery.evaluations[i] for delivery in deliveries]
@@ -192,6 +197,15 @@ class Trainers(Trainer):
             self.rows |= delivery.rows
         found = [t for d in deliveries if d.rollout for t in d.rollout.trajectories]
         return replace(first.rollout, trajectories=in_order(found))
+
+    def take_deliveries(self) -> list[Delivery]:
+        """Return what each rank of the generators sends to this one. Collective."""
+        with self.timer.phase("idle_trainers"):
+            self.meetings.enter()
+        world = self.mesh.everyone
+        messages = world.all_to_all([b""] * world.world_size)[self.mesh.world_size :]
+        self.refit.wait()  # The generators have their weights, or would not be here.
+        return [pickle.loads(message) for message in messages]
 
     def news_of(self, step: int) -> News:
         """Return the news of a step that begins."""
@@ -354,32 +368,51 @@ class LockstepTrainers(Trainers):
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
         self.drawn: StepRollout | None = None  # The batch of the next step, if it is here.
+        self.is_drawing = False  # The generators draw the next batch, or stand there with it.
         if self.run.resumed_from:
             self.drawn = self.load_drawn(self.run.resumed_from)
 
+    def send_weights(self, news: News) -> None:
+        """Give the generators the policy's weights, with which they draw the next batch."""
+        if self.is_drawing:
+            self.take_deliveries()  # For nobody: this run ends.
+        super().send_weights(news)
+        self.is_drawing = not news.is_last and 0 <= news.step < self.num_steps - 1
+
     def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of a step's episodes, which may be here already. Collective."""
-        if self.is_first_news and self.drawn:
-            # The generators go on with the step after this one.
-            news = replace(self.news_of(step), draws=False, delivers=False)
-            self.send_weights(replace(news, tickets=(self.drawn.next_ticket, [])))
-        if self.drawn is None:
+        news = self.news_of(step)
+        if self.is_drawing and self.drawn is None:
+            self.take_turn(news)
+        elif self.drawn is None:
             return super().collect(step)
+        elif self.is_first_news:  # The generators go on with the step after this one.
+            news = replace(news, tickets=(self.drawn.next_ticket, []))
+            self.send_weights(replace(news, draws=False, delivers=False))
         drawn = self.drawn
         self.drawn = None
         return self.begin(step, drawn)
 
+    def take_turn(self, news: News) -> None:
+        """Receive the batch of the next step, and send the weights that it begins with."""
+        self.rows.clear()
+        self.is_drawing = False
+        self.drawn = self.receive()
+        if not self.run.has_reached_goal:
+            self.send_weights(replace(news, draws=False, delivers=False))
+
+    def update(self, step: int, minibatches: Minibatches) -> Metrics:
+        """Train the policy on a step, when the memory of what is sent is free again."""
+        self.refit.wait()
+        return super().update(step, minibatches)
+
     def fetch(self, step: int, *, is_last: bool = False) -> None:
         """Receive the batch of the next step, too, for the checkpoint. Collective."""
-        if self.drawn or step >= self.num_steps:
-            super().fetch(step, is_last=is_last)
+        if self.is_drawing and self.drawn is None:
+            # A resumed run evaluates these weights.
+            self.take_turn(self.last_news(step) if is_last else self.news_of(step))
         else:
-            news = self.news_of(step)
-            if is_last:  # A resumed run evaluates these weights.
-                news = replace(news, evaluates=False, is_last=True)
-            self.rows.clear()
-            self.send_weights(news)
-            self.drawn = self.receive()
+            super().fetch(step, is_last=is_last)
         with self.timer.phase("checkpoint"):
             self.run.saver.more_files = self.files_of(self.drawn) if self.drawn else {}
 
@@ -504,22 +537,22 @@ class Generators(BaseTrainer):
         overlap[self.cfg.rollout.overlap](news)
         self.generation.close()
 
-    def leave(self, news: News, batch: StepRollout | None = None) -> None:
+    def leave(self, news: News) -> None:
         """Do what the last news asks for."""
         self.evaluate(news)
         if news.delivers:
-            self.deliver(batch)
+            self.deliver(None)
 
     def keep_in_step(self, news: News) -> None:
-        """Draw each batch with the weights of the step before."""
-        batch = self.draw(news) if news.draws else None
+        """Draw each batch but the first with the weights of the step before."""
         while not news.is_last:
             if news.delivers:
-                self.deliver(batch, ends_step=news.draws)
+                self.deliver(self.draw(news) if news.draws else None, ends_step=news.draws)
             self.evaluate(news)
-            batch = self.draw(news) if news.step + 1 < self.num_steps else None
+            if news.step + 1 < self.num_steps:
+                self.deliver(self.draw(news))
             news = self.receive_weights()
-        self.leave(news, batch)
+        self.leave(news)
 
     def keep_going(self, news: News) -> None:
         """Draw what the next steps need, and take weights when they come."""

@@ -138,10 +138,11 @@ def test_lockstep_takes_what_the_slower_side_takes(train):
     draw = 16 * 4 * 1000 / 100 / 4  # Four engines.
     given = {"lengths": lengths, "num_engines": 4, "step_seconds": shared}
     found = simulation.lockstep(job(**given, train_seconds=train, update_seconds=1.0))
-    seconds = 1.0 + max(draw, train + 1.0)
+    drawing, training = 1.0 + draw, train + 1.0  # A refit, and an update, take a second.
+    seconds = max(drawing, training)
     assert found.seconds == pytest.approx(seconds)
-    assert found.idle_trainers == pytest.approx(max(0.0, draw - train - 1.0) / seconds)
-    assert found.idle_engines == pytest.approx(max(0.0, train + 1.0 - draw) / seconds)
+    assert found.idle_trainers == pytest.approx(max(0.0, drawing - training) / seconds)
+    assert found.idle_engines == pytest.approx(max(0.0, training - drawing) / seconds)
     assert found.staleness == found.most_stale == 1
 
 

@@ -4,6 +4,7 @@ Lockstep is compared with a sequential program that samples one step behind, str
 colocated step, and inflight with the trainer's own log-probs at the version of each token."""
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from harness import ranks
 from minirl import split
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
+from minirl.engine.loop import EngineLoop
 from minirl.rl import Trainer
 from minirl.rollout import records
 from minirl.run.trainer import TrainingRun
@@ -210,6 +212,41 @@ def test_lockstep_on_more_ranks(data, exactly_behind, tmp_path, trainers, genera
     flags = settings(data, tmp_path / "split", **sizes)
     run = train(split.main, trainers + generators, flags, generators)
     assert difference(run, exactly_behind) < 1e-12
+
+
+def noting(mesh, flags):
+    """Run it with engines that are slow to take weights; return when steps begin and end so."""
+    times: dict[str, list[float]] = {"prepared": [], "trained": [], "received": []}
+
+    def note(owner, name, what, seconds=0.0):
+        known = getattr(owner, name)
+
+        def noted(*args, **options):
+            time.sleep(seconds)
+            result = known(*args, **options)
+            times[what].append(time.monotonic())
+            return result
+
+        return mock.patch.object(owner, name, noted)
+
+    with (
+        note(Trainer, "to_minibatches", "prepared"),
+        note(Trainer, "update", "trained"),
+        note(EngineLoop, "change_weights", "received", seconds=0.5),
+    ):
+        split.main(parse_flags(RLConfig, flags), mesh)
+    return times
+
+
+def test_weights_travel_while_the_next_batch_is_prepared(data, tmp_path):
+    flags = settings(data, tmp_path / "run", **{"parallel.generators": 1, "num_steps": 4})
+    parallel = parse_flags(RLConfig, flags).parallel
+    trainer, generator = ranks(2, noting, flags, parallel=parallel, timeout=300)
+    received = generator["received"][:4]  # The last ones are for the final evaluation.
+    waits = np.array(received) - trainer["prepared"]
+    assert (waits[1:] > 0.2).all(), "the trainers have waited for the engine"
+    assert waits[0] < 0, "the first batch is drawn with the first weights"
+    assert (np.array(received) < trainer["trained"]).all(), "weights have changed on their way"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Workload:
         self.cfg = cfg
         self.only_generates = only_generates
         self.only_trains = cfg.parallel.generators > 0 and not only_generates
-        self.never_waits = False  # An engine, for a step to begin.
+        self.overlap = ""  # As rollout.overlap.
         self.recomputes = False  # Keys and values, when weights change.
         self.world_size = world_size
         self.models = models
@@ -141,8 +141,8 @@ class Workload:
             algo = cfg.algo
             samples = cfg.rollout.samples_per_prompt
             self.num_sequences = cfg.rollout.prompts_per_step * samples
-            self.never_waits = cfg.rollout.overlap == "inflight"
-            self.recomputes = self.never_waits and cfg.rollout.kv == "recompute"
+            self.overlap = cfg.rollout.overlap
+            self.recomputes = self.overlap == "inflight" and cfg.rollout.kv == "recompute"
             more_prompts = cfg.rollout.extra_prompts + cfg.rollout.num_ahead
             self.num_in_flight = self.num_sequences + more_prompts * samples
             prompt = prompt or cfg.data.max_prompt_tokens
@@ -354,7 +354,7 @@ class Engine:
     def at_once(self) -> float:
         """Return how many sequences it generates at the same time, on average."""
         workload = self.workload
-        num = workload.num_in_flight if workload.never_waits else workload.num_sequences
+        num = workload.num_in_flight if workload.overlap == "inflight" else workload.num_sequences
         slots = self.slots(workload.load.prompt + workload.load.answer / 2)
         return min(num * self.ranks / workload.world_size, slots)
 
@@ -401,7 +401,7 @@ class Engine:
         at_once = self.at_once()
         step = self.step_seconds(at_once, at_once * (load.prompt + load.answer / 2))
         waves = num_sequences / at_once
-        if not self.workload.never_waits:
+        if self.workload.overlap != "inflight":
             waves = max(1.0, waves)
         prompts = num_sequences / load.samples * load.prompt
         return float(waves * load.answer * step + prompts * self.token_seconds)
@@ -536,12 +536,13 @@ class Plan:
         draw = self.generators.busy_seconds
         refit = self.seconds["refit"]
         train = self.busy_seconds - refit
-        cfg = self.workload.cfg
-        if isinstance(cfg, RLConfig) and cfg.rollout.overlap == "stream":
+        if self.workload.overlap == "stream":
             # The last micro-batch waits for the last answers.
             update = self.seconds["optimizer"]
             passes = train - update
             return refit + max(draw + passes / self.workload.load.num_micro, passes) + update
+        if self.workload.overlap == "lockstep":  # The next batch comes before weights go.
+            return max(train, refit + draw)
         return refit + max(train, draw)
 
     @property
@@ -638,6 +639,9 @@ class Plan:
                     phases[f"{name}, {phase}"] = always | others | parts
         if self.generators:
             phases["refit"] = always | {"send buffers": self.sent} | self._kept()
+            if workload.overlap == "lockstep":
+                for phase in filter(lambda name: name.endswith("annotate"), phases):
+                    phases[phase]["send buffers"] = self.sent  # They are still on the wire.
         return phases
 
     def _kept(self, but: str = "") -> Parts:

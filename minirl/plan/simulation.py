@@ -544,10 +544,10 @@ def lockstep(job: Job) -> Outcome:
     train = job.train_seconds + job.update_seconds
     run.wait(run.issue(0))
     for step in range(job.steps):
-        run.engines.stand_still(job.refit_seconds)
+        run.engines.stand_still(job.refit_seconds)  # The trainers have the batch already.
         run.refit()
         run.take(step)
-        drawn = run.wait(run.issue(step))
+        drawn = job.refit_seconds + run.wait(run.issue(step))
         late = max(0.0, train - drawn)
         run.engines.stand_still(late)
         run.engines.idle += job.num_engines * late
