@@ -24,7 +24,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import minirl
 from minirl.base.errors import UserError, require
 from minirl.sandbox import runner
 from minirl.sandbox.inside import grading
@@ -33,7 +32,6 @@ from minirl.sandbox.inside.grading import GRADERS
 __all__ = ["GRADERS", "GraderLimits", "GraderPool", "StoppedGrade", "pool"]
 
 START = "from minirl.sandbox.inside.grading import main; main()"
-ROOT = Path(minirl.__file__).parents[1]
 MAX_REPLY = 2**16  # Bytes.
 
 
@@ -105,7 +103,7 @@ class GraderPool:
             pass_fds=[inner.fileno()],
             start_new_session=True,
             env={
-                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+                "PYTHONPATH": os.pathsep.join([str(runner.ROOT), *filter(None, sys.path)]),
                 "PYTHONHASHSEED": "0",  # The order of sets can decide what sympy finds.
                 "LANG": "C.UTF-8",
                 "OMP_NUM_THREADS": "1",

@@ -7,12 +7,13 @@ from outside still says running; then no process holds the lock of its folder.
 """
 
 import contextlib
+import io
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from minirl.base.files import remove, sync_file, write_whole
+from minirl.base.files import write_whole
 from minirl.base.log import say
 from minirl.run import metrics
 
@@ -129,7 +130,7 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def write_curves(folder: Path) -> Path:
+def write_curves(folder: Path) -> None:
     """Draw metrics.jsonl of a run folder to curves.png: a panel per quantity."""
     # pyplot would keep figures and may look for a screen.
     from matplotlib.figure import Figure
@@ -153,13 +154,9 @@ def write_curves(folder: Path) -> Path:
         axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-    path = folder / "curves.png"
-    partial = folder / "curves.png.partial"
-    remove(partial)
-    figure.savefig(partial, dpi=110, format="png")
-    sync_file(partial)
-    partial.replace(path)
-    return path
+    image = io.BytesIO()
+    figure.savefig(image, dpi=110, format="png")
+    write_whole(folder / "curves.png", image.getvalue())
 
 
 def accuracies(evaluations: dict[str, dict]) -> dict[str, float | None]:
