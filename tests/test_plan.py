@@ -336,7 +336,12 @@ def test_trainers_have_no_engine_and_generators_nothing_else():
     generators = plan.generators
     weights = 2 * sizes_of(BIG).parameters
     assert (plan.engine, plan.lacks, plan.offloads) == (None, "", False)
-    assert plan.alive["refit"]["send buffers"] == weights * 2 / 6
+    assert plan.seconds["refit"] == cards.CARDS["h100"].sending(weights)
+    # Of what a trainer sends, 2 / 6 of the weights, 4 GiB are on their way, and a bucket.
+    most = 4 * GIB + 256 * 2**20 * 2 / 6
+    assert plan.alive["refit"]["send buffers"] == most < weights * 2 / 6
+    few = plan_of(split_of(num_trainers=7, num_generators=1), "h100")
+    assert few.alive["refit"]["send buffers"] == weights / 7
     assert plan.alive["optimizer"]["parameters"] == 4 * sizes_of(BIG).parameters / 6
     assert list(generators.memory) == ["rollout"]
     assert generators.alive["rollout"]["receive buffers"] == 2 * 256 * 2**20
@@ -672,6 +677,7 @@ def test_a_plan_of_both_kinds_of_ranks(capsys, monkeypatch, config_file):
 
 def test_generators_are_compared_with_ranks_that_do_both(capsys, monkeypatch, config_file):
     flags = ["--config", config_file, "--gpus", 4, "--overlap", "--answer-tokens", 300]
+    flags += ["--memory-gb", 125]
     code, out, err = run(capsys, monkeypatch, *flags)
     assert (code, err) == (0, "")
     rows = re.findall(r"^ +(\d)((?: +[\d.]+){5})$", out, re.MULTILINE)

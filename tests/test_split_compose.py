@@ -4,6 +4,7 @@ engine, and features of whole programs. In test_split.py is when the two sides m
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from minirl.config.rl import RefitConfig
 from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.parallel.machines import check_on_one_machine
+from minirl.refit import refit as refits
 from minirl.refit.refit import Refit
 from minirl.rollout import records
 from minirl.train.policy import Policy
@@ -121,6 +123,45 @@ def test_a_refit_across_sides_equals_a_full_gather(tmp_path, name):
             assert [second, third, fourth] == [engine["fresh"], before, engine["fresh"]]
         assert engine["fresh"] != before
         assert engine["received"] == engine["engine"]
+
+
+def bounded_program(mesh, folder, most):
+    """Send weights with so many bytes on their way; return those of each bucket, and of all."""
+    settings = RefitConfig(bucket_mb=1)
+    if mesh.side == "generators":
+        engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
+        Refit(settings, {}, {}, engine, check=True)()
+        return None
+    policy = make_policy(folder, mesh, 0)
+    sizes: list[int] = []
+    on_the_way: list[int] = []
+    with mock.patch.object(refits, "MOST_IN_FLIGHT", most):
+        refit = Refit(settings, policy.shards(), policy.parts(), None, mesh=mesh, check=True)
+        start = refit._start
+
+        def counted(*args):
+            flight = start(*args)
+            sizes.append(flight.send_buffer.nbytes)
+            on_the_way.append(sizes[-1] + sum(each.send_buffer.nbytes for each in refit._sending))
+            return flight
+
+        refit._start = counted
+        refit()  # It raises if one element differs from a full gather.
+    refit.wait()
+    assert max(on_the_way) <= refit.peak_bytes
+    return sizes, on_the_way
+
+
+@pytest.mark.parametrize("most", [4 * 2**30, 200_000, 1])
+def test_a_trainer_packs_little_that_is_not_sent_yet(tmp_path, most):
+    folder = tiny.make(tmp_path / "model", "qwen3", seed=0)
+    parallel = ParallelConfig(generators=1)
+    (sizes, on_the_way), _ = ranks(2, bounded_program, folder, most, parallel=parallel)
+    assert len(sizes) > 3
+    if most > sum(sizes):
+        assert on_the_way == np.cumsum(sizes).tolist()
+    else:
+        assert max(on_the_way) < most + max(sizes) < sum(sizes)
 
 
 def test_engines_of_ranks_that_only_generate_begin_behind_the_trainers():

@@ -16,6 +16,8 @@ from minirl.config.values import (
     Share,
 )
 
+MOST_IN_FLIGHT = 4 * 2**30  # Bytes of weights on their way from a rank without an engine.
+
 
 @dataclass(kw_only=True)
 class RefitConfig:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from minirl.base.errors import require
 from minirl.config import validate
 from minirl.config.policy import Checkpointing
-from minirl.config.rl import RLConfig
+from minirl.config.rl import MOST_IN_FLIGHT, RLConfig
 from minirl.config.shared import MOST_SEQS, EngineConfig, Sleep, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
 from minirl.plan import costs
@@ -638,10 +638,13 @@ class Plan:
                 elif name != "policy" and (phase in TRAINS or not training.trains):
                     phases[f"{name}, {phase}"] = always | others | parts
         if self.generators:
-            phases["refit"] = always | {"send buffers": self.sent} | self._kept()
+            receivers_per_sender = self.generators.workload.world_size / workload.world_size
+            bucket = workload.bucket_bytes * receivers_per_sender
+            buffers = {"send buffers": min(self.sent, MOST_IN_FLIGHT + bucket)}
+            phases["refit"] = always | buffers | self._kept()
             if workload.overlap == "lockstep":
                 for phase in filter(lambda name: name.endswith("annotate"), phases):
-                    phases[phase]["send buffers"] = self.sent  # They are still on the wire.
+                    phases[phase] |= buffers  # They are still on the wire.
         return phases
 
     def _kept(self, but: str = "") -> Parts:

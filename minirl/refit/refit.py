@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.config.rl import RefitConfig
+from minirl.config.rl import MOST_IN_FLIGHT, RefitConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
@@ -59,8 +59,7 @@ class Refit:
 
     Attributes:
         bytes_received: what this rank receives in a call.
-        peak_bytes: size of the buffers that are there at once, at most. (A rank that only sends
-            fills a buffer of all that it sends, and goes on while that is on the wire.)
+        peak_bytes: size of the buffers that are there at once, at most.
     """
 
     def __init__(
@@ -148,14 +147,15 @@ class Refit:
         buffers = [0, *map(sum, zip(received, sent, strict=True))]
         self.peak_bytes = max(map(sum, itertools.pairwise(buffers)), default=0)
         if not engine:
-            self.peak_bytes = sum(sent)
+            self.peak_bytes = min(sum(sent), MOST_IN_FLIGHT + max(sent, default=0))
         self._sending: list[_InFlight] = []  # Of a rank that only sends.
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Move the current weights. Collective.
 
-        A rank that only sends returns when all is packed: its weights may change from then on.
+        A rank that only sends returns when all is packed, and up to `MOST_IN_FLIGHT` of it is
+        still on the wire: its weights may change from then on.
 
         Raises:
             UserError: with `check`, if an engine differs from a full gather; on all ranks.
@@ -178,6 +178,7 @@ class Refit:
             del shards, copies  # Merged weights are copies: only one bucket's are there at a time.
             if started and not self.engine:
                 self._sending.append(started)
+                self.wait(MOST_IN_FLIGHT)
                 continue
             if before:
                 self._finish(before)
@@ -187,11 +188,13 @@ class Refit:
         if self.check:
             compare_with_oracle(self)
 
-    def wait(self) -> None:
-        """Wait until the engines have what this rank has sent."""
-        for flight in self._sending:
+    def wait(self, most: int = 0) -> None:
+        """Wait until the engines have what this rank has sent, but for up to so many bytes."""
+        num_bytes = sum(flight.send_buffer.nbytes for flight in self._sending)
+        while self._sending and num_bytes >= most:
+            flight = self._sending.pop(0)
             flight.work.wait()
-        self._sending.clear()
+            num_bytes -= flight.send_buffer.nbytes
 
     def full_gather(self) -> None:
         """Move the current weights the obvious way, by `record.full_gather`. Collective."""
