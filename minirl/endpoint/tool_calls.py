@@ -6,7 +6,6 @@ model is the one that reads back what its template writes.
 
 import contextlib
 import functools
-import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,14 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
+from minirl.base.reading import parse_json
 from minirl.data import chat, harmony
 from minirl.data.tokenizer import require_tools_shown
 from minirl.engine import compat
-from minirl.engine.grammars import Guide, is_deeper, tag_guide
+from minirl.engine.grammars import Guide, tag_guide
 
 ToolCall = tuple[str, dict]  # name and arguments
 
-_MAX_NESTING = 100  # of a call's arguments, which others will read by recursion
 _DEFAULT = "hermes"
 # What `auto` tries: vLLM's parsers of Qwen and Hermes, GLM, Qwen's coders, Mistral and Llama 3, and
 # minirl's of gpt-oss.
@@ -76,10 +75,10 @@ class ToolReader:
         calls = []
         for name, written in found:
             try:
-                arguments = json.loads(written)
-            except (ValueError, TypeError, RecursionError):
+                arguments = parse_json(written)
+            except (ValueError, TypeError):
                 return text, []
-            if not isinstance(arguments, dict) or is_deeper(arguments, _MAX_NESTING):
+            if not isinstance(arguments, dict):
                 return text, []
             calls.append((str(name), arguments))
         return (content, calls) if calls else (text, [])
