@@ -44,21 +44,23 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         weight: [N, H]; a copy of it in float32 is kept until `forget`.
         bias: [N].
     """
-    rows = x.reshape(-1, x.shape[-1])
-    num_rows = len(rows)
-    if _plain or x.dtype != torch.float32 or not 0 < num_rows <= MOST_ROWS:
-        return linear(x, weight, bias)
-    from vllm import _custom_ops as ops
+    # vLLM's parameters ask Python about each call on them, which took a fifth of a small product.
+    with torch._C.DisableTorchFunctionSubclass():
+        num_rows = x.numel() // x.shape[-1]
+        if _plain or x.dtype != torch.float32 or not 0 < num_rows <= MOST_ROWS:
+            return linear(x, weight, bias)
+        from vllm import _custom_ops as ops
 
-    key = weight.data_ptr(), weight.shape
-    if key not in _copies:
-        _copies[key] = _Packed(weight, ops.create_onednn_mm(weight.float().t(), NUM_KERNELS))
-    step = next(step for most, step in ROW_STEPS.items() if num_rows <= most)
-    padding = -num_rows % step
-    if padding:
-        rows = pad(rows, (0, 0, 0, padding))
-    result = ops.onednn_mm(_copies[key].handler, rows, bias)
-    return result[:num_rows].view(*x.shape[:-1], len(weight))
+        key = weight.data_ptr(), weight.shape
+        if key not in _copies:
+            _copies[key] = _Packed(weight, ops.create_onednn_mm(weight.float().t(), NUM_KERNELS))
+        step = next(step for most, step in ROW_STEPS.items() if num_rows <= most)
+        rows = x.reshape(num_rows, -1)
+        padding = -num_rows % step
+        if padding:
+            rows = pad(rows, (0, 0, 0, padding))
+        result = ops.onednn_mm(_copies[key].handler, rows, bias)
+        return result[:num_rows].view(*x.shape[:-1], weight.shape[0])
 
 
 @contextlib.contextmanager
