@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import http.server
+import io
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from safetensors.torch import load_file
 import tiny
 from harness import ranks
 from minirl.base.errors import UserError
+from minirl.base.log import say
 from minirl.base.oversight import Oversight
 from minirl.checkpoint.state import finished
 from minirl.config.rl import DebugConfig
@@ -629,6 +631,14 @@ def test_streams_that_a_reward_closes_are_open_again(folder, tmp_path):
     ended = fork("minirl.rl", given, tmp_path / "log", SECONDS)
     assert ended.code == 0, ended.err
     assert ":closes has closed sys." in ended.err and "held-out accuracy" in ended.out + ended.err
+
+
+def test_a_line_is_said_though_another_thread_closes_the_stream(capfd, monkeypatch):
+    closing = io.StringIO()
+    closing.write = lambda text: io.StringIO.close(closing) or io.StringIO.write(closing, text)
+    monkeypatch.setattr(sys, "stderr", closing)
+    say("a line")
+    assert capfd.readouterr().err == "minirl: a line\n"
 
 
 def test_a_reward_that_closes_all_descriptors_ends_the_run_with_its_name(folder, tmp_path):

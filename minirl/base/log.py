@@ -1,6 +1,7 @@
 """Lines on the console, and the seconds of each phase."""
 
 import contextlib
+import os
 import sys
 import time
 from collections import defaultdict
@@ -139,7 +140,11 @@ def restore_streams() -> str:
 def say(message: str) -> None:
     """Print a message on the console, above a progress bar if there is one."""
     restore_streams()
-    tqdm.write(f"minirl: {printable(message)}", file=sys.stderr)
+    text = f"minirl: {printable(message)}"
+    try:
+        tqdm.write(text, file=sys.stderr)
+    except ValueError:  # A reward in another thread has closed it at this moment.
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 # C0 without tab and line feed, DEL and C1.
