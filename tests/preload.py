@@ -86,6 +86,9 @@ MODULES = [
     "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.plugins.lora_resolvers.hf_hub_resolver",
     "vllm.v1.pool.flash_maxsim",
+    # What most tests of ranks import, each rank again.
+    "test_checkpoint",
+    "test_families",
 ]
 MADV_COLLAPSE = 25  # madvise(2)
 
@@ -93,6 +96,7 @@ MADV_COLLAPSE = 25  # madvise(2)
 # What libraries say when they are imported would be on the screen between pytest's lines.
 stderr = os.dup(2)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+sys.path.insert(0, str(Path(__file__).parent))
 current_platform = importlib.import_module("vllm.platforms").current_platform
 on_cpu = current_platform.is_cpu()
 for name in MODULES:
