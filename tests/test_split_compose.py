@@ -2,6 +2,7 @@
 engine, and features of whole programs. In test_split.py is when the two sides meet."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -401,10 +402,22 @@ INFLIGHT = {
 }
 
 
+def slowly_main(cfg, mesh):
+    """An answer takes longer than a step of training, on any machine."""
+    step = RolloutEngine.step
+
+    def step_slowly(engine):
+        time.sleep(0.01)
+        return step(engine)
+
+    with mock.patch.object(RolloutEngine, "step", step_slowly):
+        split.main(cfg, mesh)
+
+
 @pytest.mark.parametrize("name", INFLIGHT)
 def test_inflight_answers_have_the_trainers_logprobs(folder, tmp_path, name):
     settings = FIXED | INFLIGHT[name]
-    run = train(split.main, 2, flags_of(folder, tmp_path / "run", settings), 1)
+    run = train(slowly_main, 2, flags_of(folder, tmp_path / "run", settings), 1)
     steps = [row for row in rows_of(run) if row["phase"] == "rl"]
     assert len(steps) == settings["num_steps"]
     assert all(0 < row["mismatch_max"] < 2e-5 for row in steps)
