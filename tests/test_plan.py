@@ -342,6 +342,11 @@ def test_trainers_have_no_engine_and_generators_nothing_else():
     assert plan.alive["refit"]["send buffers"] == most < weights * 2 / 6
     few = plan_of(split_of(num_trainers=7, num_generators=1), "h100")
     assert few.alive["refit"]["send buffers"] == weights / 7
+    # In lockstep they are still on their way when the log-probs of the next batch are computed.
+    for way, size in (("lockstep", most), ("inflight", None)):
+        also = plan_of(split_of(algo__updates_per_step=2, rollout__overlap=way), "h100")
+        assert also.alive["annotate"].get("send buffers") == size
+        assert "send buffers" not in also.alive["forward"]
     assert plan.alive["optimizer"]["parameters"] == 4 * sizes_of(BIG).parameters / 6
     assert list(generators.memory) == ["rollout"]
     assert generators.alive["rollout"]["receive buffers"] == 2 * 256 * 2**20
