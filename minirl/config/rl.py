@@ -24,7 +24,7 @@ class RefitConfig:
     """How weights move from the trainer's shards to the engine."""
 
     #: MiB that a rank receives at once. Two buckets are in flight, each with as much to send, so
-    #: that the peak of extra memory is four times it.
+    #: that the peak of extra memory is four times it (on ranks that only train, 4 GiB).
     bucket_mb: PositiveInt = 256
 
 
