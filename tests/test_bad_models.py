@@ -101,7 +101,10 @@ FOLDERS = {
     "vocabulary too small": (config(vocab_size=100), "beyond vocab_size = 100"),
     "head_dim 2": (config(head_dim=2), "head_dim = 2, and vLLM's CPU build"),
     "head_dim 34": (config(head_dim=34), "head_dim = 34, and vLLM's CPU build"),
-    "positions too few": (config(max_position_embeddings=10), "engine.max_model_len = 40"),
+    "positions too few": (
+        config(max_position_embeddings=10),
+        r"engine.max_model_len = 40 .* lower data.max_prompt_tokens \+ rollout.max_tokens",
+    ),
     "another family": (config(model_type="gpt2"), "gpt2"),
     "no family": (config(model_type="none"), "config.json"),
     "family is a number": (config(model_type=3), "config.json"),

@@ -233,7 +233,9 @@ def num_positions(config: PretrainedConfig) -> int:
     return int(positions * factor)
 
 
-def check_positions(config: PretrainedConfig, where: str, setting: str, num_tokens: int) -> None:
+def check_positions(
+    config: PretrainedConfig, where: str, setting: str, num_tokens: int, cure: str
+) -> None:
     """Refuse sequences longer than what the model was made for, as the engine does later.
 
     Args:
@@ -241,6 +243,7 @@ def check_positions(config: PretrainedConfig, where: str, setting: str, num_toke
         where: the setting that names the model and its value.
         setting: what says how long sequences are.
         num_tokens: its value.
+        cure: the settings to lower.
 
     Raises:
         UserError: there are fewer positions.
@@ -249,7 +252,7 @@ def check_positions(config: PretrainedConfig, where: str, setting: str, num_toke
     require(
         not positions or num_tokens <= positions,
         f"{setting} = {num_tokens} is above the {positions} positions of {where} "
-        f"(max_position_embeddings); lower it to {positions} or less",
+        f"(max_position_embeddings); lower {cure} to {positions} or less",
     )
 
 

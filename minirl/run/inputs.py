@@ -339,17 +339,18 @@ LEFT_BY_A_START = (
 
 def _refuse_other_run(output: Path, resume: bool) -> None:
     """Raise UserError if the folder is that of another run."""
-    in_the_way = [output.name] if os.path.lexists(output) else []
-    if os.path.isdir(output):
-        if resume:
-            return
-        try:
-            names = os.listdir(output)
-        except OSError as error:
-            raise UserError(
-                f"output = {output} cannot be read: {error}; choose another folder"
-            ) from error
-        in_the_way = [name for name in names if name not in LEFT_BY_A_START]
+    if not os.path.lexists(output):
+        return
+    require(os.path.isdir(output), f"output = {output} is no folder; choose another one")
+    if resume:
+        return
+    try:
+        names = os.listdir(output)
+    except OSError as error:
+        raise UserError(
+            f"output = {output} cannot be read: {error}; choose another folder"
+        ) from error
+    in_the_way = [name for name in names if name not in LEFT_BY_A_START]
     if in_the_way:
         raise UserError(
             f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
@@ -393,10 +394,13 @@ def find_model(
         device = None if cfg.rollout.replay else mesh.device.type
         trained_len = engine.max_model_len if isinstance(cfg, RLConfig) else 0
         checks.check_supported(config, where, engine.tensor_parallel_size, trained_len, device)
-        checks.check_positions(config, where, "engine.max_model_len", longest(cfg))
+        cure = (
+            "data.max_prompt_tokens + rollout.max_tokens (or eval.max_tokens), and it if it is set,"
+        )
+        checks.check_positions(config, where, "engine.max_model_len", longest(cfg), cure)
     else:
         checks.check_supported(config, where)
-        checks.check_positions(config, where, "data.max_tokens", longest(cfg))
+        checks.check_positions(config, where, "data.max_tokens", longest(cfg), "it")
     vision = read_vision(folder, max_images) if families.reads_images(config) else None
     if isinstance(cfg, EvaluateConfig):
         open_weights(folder)  # damaged files are refused before the engine meets them
