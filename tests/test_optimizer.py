@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import minirl.train.policy
 import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl.algo import losses
@@ -28,7 +29,6 @@ from minirl.parallel.optimizer import ShardAdamW
 from minirl.parallel.storage import HostMemory, dequantize, dynamic_code, quantize
 from minirl.parallel.tensor import LORA_B
 from minirl.rl import Trainer
-from minirl.train import parameter_groups
 from minirl.train.policy import Policy
 from programs import QUICKSTART
 from run_folders import newest_checkpoint
@@ -91,7 +91,7 @@ def end_with_each_adamw(mesh, folder) -> list[dict]:
     """Return weights and moments after three steps with ours, and with torch's on DTensors."""
     ends = []
     for kind in (ShardAdamW, torch.optim.AdamW):
-        parameter_groups.ShardAdamW = kind
+        minirl.train.policy.ShardAdamW = kind
         policy = make(mesh, folder, {"weight_decay": DECAY})
         update(policy, mesh, 3)
         end = whole(policy.shards())

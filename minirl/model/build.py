@@ -48,7 +48,7 @@ from minirl.model.causal import (
     score_forward,
 )
 from minirl.model.trained import frozen_names
-from minirl.parallel import sharding, tensor
+from minirl.parallel import fsdp, tensor
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
@@ -188,7 +188,7 @@ def build_model(
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())
         tensor.apply(model, tp, (model._tp_plan or {}) | family.plan)
-    sharding.shard(
+    fsdp.shard(
         model,
         [*never_run(model), *layers(model)],
         mesh.fsdp,
