@@ -754,6 +754,7 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
     [
         (["--gpu", "v100"], "--gpu 'v100' is not a known card; choose one of h200, h100"),
         (["--policy.model", "scratch"], "policy.model = scratch is made from the rows"),
+        (["--policy.model", ""], "policy.model: name the folder or hub id of the model"),
         (["--policy.model", "/no/such/folder"], "/no/such/folder"),
         (["--gpus", "6", "--parallel.tensor", "4"], "does not divide the 6 ranks"),
         (["--gpus", "3", "--parallel.tensor", "3"], "divide num_attention_heads = 32"),

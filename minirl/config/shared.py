@@ -402,7 +402,7 @@ class ExportConfig:
     """
 
     command: Literal["export"]  # What to do; there is nothing else.
-    run: str  # Folder of a run of minirl.rl or minirl.sft.
+    run: str  # Folder of a run.
     #: Which checkpoint; the newest if neither this nor `best` is given.
     step: NonNegativeInt | None = None
     best: bool = False  # The checkpoint that checkpoint.best_metric found best.

@@ -130,7 +130,8 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
             f"{setting} = scratch is made from the rows when the run starts, so there is nothing "
             "to plan; give a folder with a config.json or a hub id",
         )
-        if model or role == "policy":
+        require(model or role != "policy", f"{setting}: name the folder or hub id of the model")
+        if model:
             configs[role] = read_config(model, setting)
     models = read_models(cfg, configs)
     gpus_per_node = min(flags.gpus_per_node, flags.gpus)

@@ -854,11 +854,12 @@ def announce(
         if plan.engine:
             parts |= _on_cpu(plan.engine)
         needed = sum(parts.values()) / GIB
+        largest = named(parts, 5, 2)
         verdict = "may not fit" if needed > card.memory_gib else "fits"
         lines = [
             f"{verdict}: {needed:.2f} GiB of tensors a rank of {card.memory_gib:.1f} GiB, this "
             f"machine's memory over its {per_node} ranks",
-            f"GiB a rank: {named(parts, 5, 2)}",
+            f"GiB a rank: {largest}" if largest else "",
             "no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
         ]
         if plan.generators:
