@@ -59,6 +59,7 @@ def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not()
     with pytest.raises(RuntimeError, match="'head_dim' is a per-layer attribute") as caught:
         config.head_dim  # noqa: B018  # what vLLM 0.26 reads
     assert "install vLLM 0.32" in compat.remedy(caught.value)
+    assert "install vLLM 0.32" in compat.remedy(ValueError("Unknown backend: 'CPU_MLA'"))
     assert compat.remedy(RuntimeError("no memory")) == ""
 
 
@@ -589,7 +590,8 @@ def test_scheduling_ahead_changes_no_token(lives):
 
 
 def answers_to_shared_prompts(mesh, folder):
-    """Answers to two prompts, one longer than a block of the cache, with and without sharing."""
+    """Answers to two prompts, one longer than a block of the cache, with and without sharing; and
+    whether rows are shared in a model whose attention is not among its modules."""
     engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
     find = prompts.SharedPrompts.find
     num_kept = []
@@ -615,12 +617,16 @@ def answers_to_shared_prompts(mesh, folder):
         patch.setattr(prompts.SharedPrompts, "find", find_and_count)
         shared = sample("shared")
         patch.setattr(prompts.SharedPrompts, "find", lambda *_: None)
-        return shared, sample("alone"), num_kept
+        alone = sample("alone")
+    model = torch.nn.Identity()
+    prompts.SharedPrompts(model, 16)
+    return shared, alone, num_kept, "forward" in vars(model)
 
 
 def test_a_prompt_of_several_answers_is_computed_once(tmp_path):
     folder = tiny.make(tmp_path / "model")
-    ((shared, alone, num_kept),) = ranks(1, answers_to_shared_prompts, folder)
+    ((shared, alone, num_kept, is_blind),) = ranks(1, answers_to_shared_prompts, folder)
+    assert not is_blind
     # Of a prompt of 5 tokens, four times; of one of 40, whole once, and thrice without its block.
     assert num_kept == [(5 + 40 + 8, 4 * 5 + 40 + 3 * 8)]
     for i in range(8):

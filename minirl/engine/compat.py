@@ -70,8 +70,10 @@ def remedy(error: Exception) -> str:
     """Return what to do about an error of vLLM, as the end of a message; mostly nothing.
 
     Old versions ask the config of gemma4_text, in which layers differ, for one size of all of them,
-    and transformers raises.
+    and transformers raises. On CPU they have no latent attention.
     """
+    if "CPU_MLA" in str(error):
+        return ". This version of vLLM has no such backend; install vLLM 0.32"
     if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
         return ". This version of vLLM knows layers of one size only; install vLLM 0.32"
     return ""

@@ -38,7 +38,8 @@ class SharedPrompts:
         self.block_size = block_size
         self.rows: DistinctRows | None = None  # Of the step that is being computed.
         layers = [module for module in model.modules() if isinstance(module, AttentionLayerBase)]
-        if any(type(layer) is not Attention for layer in layers):  # latent attention, delta nets
+        # Latent attention, delta nets; and vLLM 0.26 keeps that of transformers' classes elsewhere.
+        if not layers or any(type(layer) is not Attention for layer in layers):
             return
         self.forward = model.forward
         model.forward = self.forward_kept
