@@ -294,7 +294,7 @@ def full_gather(refit: "Refit") -> None:
             if name in weights:
                 shard = weights[name]
                 whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-                whole = whole.to(dtype).contiguous()
+                whole = whole.to(refit.world.device, dtype).contiguous()
             else:
                 shape = refit.weights.shapes[name]
                 whole = torch.empty(shape, dtype=dtype, device=refit.world.device)
