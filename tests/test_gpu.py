@@ -175,7 +175,7 @@ def test_deterministic_gradients_are_the_same_each_time(device, softcap, head_di
 
 @pytest.mark.parametrize("context", [Context(None, 0, 2, ring=True), Context(None, 1, 2)])
 def test_pairs_of_one_query_equal_the_formula_in_float32(device, context):
-    """Where FlashAttention-2 has a path for decoding (`flash._longest`)."""
+    """Where FlashAttention-2 has a path for decoding (`flash._lengths`)."""
     blocks = pack(
         groups([(2, [2]), (1, [3])]), device, layout=RowLayout(context=context)
     ).attention.blocks

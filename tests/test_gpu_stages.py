@@ -113,7 +113,7 @@ def test_minirl_and_trl_do_the_same_work(small, tmp_path):
 
 def test_tests_that_run_alone_have_their_names():
     text = (ROOT / "tests" / "test_gpu.py").read_text()
-    for name in (runner.TIMER_TEST, runner.ENGINE_TEST):
+    for name in (runner.TIMER_TEST, *runner.ENGINE_TESTS):
         assert f"def {name}(" in text
 
 

@@ -55,7 +55,7 @@ ERROR = re.compile(
 TALLY = re.compile(r"^=*\s*(\d+ (?:passed|failed|skipped|deselected|error).* in [\d.]+s)", re.M)
 # Tests that are disturbed by other stages.
 TIMER_TEST = "test_the_timer_counts_the_device_without_waiting_for_it"
-ENGINE_TEST = "test_sleep_refit_and_logprobs"
+ENGINE_TESTS = ("test_sleep_refit_and_logprobs", "test_weights_change_under_running_answers")
 
 
 @dataclass
@@ -233,7 +233,7 @@ def all_stages(work: Path, small: bool) -> list[Stage]:
     """
     junit = work / "junit.xml"
     tests = ["--junitxml", junit]
-    for name in (TIMER_TEST, ENGINE_TEST):  # They run alone.
+    for name in (TIMER_TEST, *ENGINE_TESTS):  # They run alone.
         tests += ["--deselect", f"tests/test_gpu.py::{name}"]
     load = SMALL_LOAD if small else Load(tokens=int(os.environ.get("GPU_RUN_TOKENS", "256")))
     short = dataclasses.replace(load, steps=3)
@@ -247,7 +247,7 @@ def all_stages(work: Path, small: bool) -> list[Stage]:
         grpo("grpo-0.6B", 2, 150, work, short, small=small, check=True),
         bench(work, small),
         Stage("moe", 4, 90, [python("s2_engine", "moe", "--eager")]),
-        Stage("test-engine", 4, 100, [run_tests(small, "-k", ENGINE_TEST)]),
+        Stage("test-engine", 4, 100, [run_tests(small, "-k", " or ".join(ENGINE_TESTS))]),
         Stage("model-head", 4, 80, [python("s2_engine", "dense", "--eager", "--model-head")]),
         Stage("two-ranks", 4, 80, [python("s8_two_ranks")]),
         # Only by name, one after the other: the same work by minirl and by TRL.
