@@ -108,6 +108,7 @@ class Engine(RolloutEngine):
         self.mesh = mesh
         self.vision = self.masses = None
         self.on_cuda = True
+        self.sleeps = "all"
         arguments = start.arguments(self, folder, "bfloat16", load_weights=False)
         config = EngineArgs(**arguments).create_engine_config()
         with vllm.config.set_current_vllm_config(config):
