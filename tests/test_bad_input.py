@@ -375,6 +375,8 @@ def test_reward_must_be_a_number(tmp_path, function, says):
         "prompt 'two and two', completion 'five'",
     ):
         assert text in str(failed.value)
+    # The function's line; a call with wrong arguments enters none.
+    assert ("raised KeyError" in says) == str(failed.value).endswith("(reward.py, line 2)")
 
 
 def test_wrong_value_of_a_flag(world):

@@ -7,12 +7,14 @@ neighbours, the modules in its folder, while it is imported.
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from minirl.base.errors import UserError, require
 
+USER = "minirl_user_"  # Begins the names of modules of files of the user.
 _imported: dict[Path, ModuleType] = {}  # By file.
 _neighbours: dict[str, Path] = {}  # Name of a module that a file has imported -> its folder.
 
@@ -56,7 +58,7 @@ def _import_file(file: Path, where: str) -> ModuleType:
             f"{where}: its neighbour {neighbour} has the name of one in {other}, which is imported "
             "already; rename one of them",
         )
-    name = f"minirl_user_{file.stem}"
+    name = f"{USER}{file.stem}"
     if name in sys.modules:
         name += f"_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -72,13 +74,21 @@ def _import_file(file: Path, where: str) -> ModuleType:
     # The user's code may raise anything.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         del sys.modules[name]
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}{line_of(error)}"
         raise UserError(f"{where} does not import: {problem}") from error
     finally:
         sys.path.remove(str(folder))
     new = sys.modules.keys() - before
     _neighbours.update({name: folder for name in new if _is_in(folder, name)})
     return module
+
+
+def line_of(error: BaseException) -> str:
+    """Return the last line of a user's file that led to an error, as the end of a message."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").startswith(USER):
+            return f" ({Path(frame.f_code.co_filename).name}, line {line})"
+    return ""
 
 
 def _is_in(folder: Path, name: str) -> bool:

@@ -6,7 +6,7 @@ from functools import partial
 from pkgutil import resolve_name
 
 from minirl.base.errors import UserError, require
-from minirl.config.lookup import find_function
+from minirl.config.lookup import find_function, line_of
 from minirl.config.values import read_options
 from minirl.envs import Env, EnvMaker
 
@@ -48,7 +48,7 @@ def make_env(name: str) -> EnvMaker:
         raise UserError(f"env.name = {name}: {error}") from error
     # The user's code may raise anything.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}{line_of(error)}"
         raise UserError(f"env.name = {name}: its constructor raised {problem}") from error
     require(
         isinstance(env, Env),

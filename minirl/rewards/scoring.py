@@ -26,6 +26,7 @@ import numpy as np
 from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
 from minirl.base.oversight import Oversight
+from minirl.config.lookup import line_of
 from minirl.rewards import (
     AdaptedReward,
     Answer,
@@ -233,7 +234,6 @@ def grade(
         # Rows of their own: the samples of a prompt are scored at the same time, from one row.
         own = [replace(answer, row=copy.deepcopy(answer.row)) for answer in answers]
         values: Sequence[Any]
-        may_skip = isinstance(function, AdaptedReward)
         if isinstance(function, AdaptedReward):
             values = function.score_all(own)
         else:
@@ -242,7 +242,7 @@ def grade(
         wrong = []
         for v in values:
             is_finite = isinstance(v, numbers.Real | np.bool_) and math.isfinite(v)
-            if not is_finite and not (v is None and may_skip):
+            if not is_finite and not (v is None and isinstance(function, AdaptedReward)):
                 wrong.append(v)
     except UserError:
         raise
@@ -250,7 +250,8 @@ def grade(
     except BaseException as error:
         cure = f"; {CURE}" if needs_main_thread(error) else ""
         raise UserError(
-            f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}{cure}"
+            f"reward.function = {name} raised {type(error).__name__}: {error} for "
+            f"{inputs}{line_of(error)}{cure}"
         ) from error
     require(
         not wrong,

@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
+from minirl.config.lookup import line_of
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data.chat import is_text, parts_of, plain, to_messages, why_no_messages
@@ -417,7 +418,7 @@ class EpisodeRunner:
             if timeout.expired():
                 problem = f"took longer than env.timeout_seconds = {seconds}"
             else:
-                problem = f"raised {type(error).__name__}: {error}"
+                problem = f"raised {type(error).__name__}: {error}{line_of(error)}"
             raise EnvFailed(f"{name} {problem}") from error
 
 

@@ -17,6 +17,7 @@ from minirl.algo.advantages import Estimator
 from minirl.base.errors import UserError, require
 from minirl.base.oversight import Oversight
 from minirl.batch.packing import pack
+from minirl.config.lookup import line_of
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.types.packed import Packed, Trajectory
 
@@ -131,7 +132,7 @@ def checked(estimator: Estimator, cfg: RLConfig, watch: Oversight) -> Estimator:
                 estimates = estimator(*arguments)
         # The user's code may raise anything.
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}{line_of(error)}"
             raise UserError(f"{expected}; it raised {problem}") from error
         if not isinstance(estimates, Tensor) or estimates.is_complex():
             raise UserError(f"{expected}; it returned {estimates!r:.200}")
@@ -171,7 +172,8 @@ def check_loss(cfg: AlgoConfig) -> None:
         loss, metrics = user_loss(batch, logprobs, batch.old_entropy.clone(), cfg)
     # The user's code may raise anything.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise UserError(f"{expected}; {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}{line_of(error)}"
+        raise UserError(f"{expected}; {problem}") from error
     require(isinstance(metrics, dict), f"{expected}; its metrics are {metrics!r:.200}")
 
     num_rows = len(batch.inputs)
