@@ -303,6 +303,7 @@ def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
     assert plan.checkpointing == "off"
     assert len(lines) == 3
     assert re.match(r"plan: (fits|may not fit): \d+\.\d\d GiB of tensors a rank of 64\.0", lines[0])
+    assert lines[0].endswith("this machine's memory over its 2 ranks")
     assert lines[1].startswith("plan: GiB a rank: activations")
     with pytest.raises(UserError, match=r"Qwen3-32B: 32\.8B parameters on 2 ranks of 64\.0 GiB"):
         announce("Qwen3-32B")

@@ -858,7 +858,7 @@ def announce(
         verdict = "may not fit" if needed > card.memory_gib else "fits"
         lines = [
             f"{verdict}: {needed:.2f} GiB of tensors a rank of {card.memory_gib:.1f} GiB, this "
-            f"machine's memory over its {per_node} ranks",
+            f"machine's memory over its {per_node} rank{'s' * (per_node > 1)}",
             f"GiB a rank: {largest}" if largest else "",
             "no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
         ]
