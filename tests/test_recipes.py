@@ -738,6 +738,7 @@ def test_dumped_episodes_are_read(runs):
     with pytest.raises(UserError, match="is not a trajectory"):
         list(records.read_file(runs / "reward.py"))
     with pytest.raises(
-        UserError, match=r"rollout.replay = .* has no step-7-rank-\*.jsonl; lower num_steps"
+        UserError,
+        match=r"rollout.replay = .* has no step-7-rank-\*.jsonl; lower num_steps, or give",
     ):
         records.load_step(file.parent, 7, SimpleNamespace(rank=0, world_size=1))

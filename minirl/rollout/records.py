@@ -185,8 +185,8 @@ def _files_of(folder: Path, step: int) -> list[Path]:
     files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
     require(
         files,
-        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or dump "
-        "more steps by rollout.dump",
+        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or give the "
+        "folder `rollouts` of a run that had rollout.dump",
     )
     return files
 
