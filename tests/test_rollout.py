@@ -381,8 +381,12 @@ def kind_of(family):
 
 def sample_by_family(mesh, folder, families):
     """Return what `sampler_program` says of each family; or the error, if it is refused."""
+    from vllm.model_executor.layers import rotary_embedding
+
     results = {}
     for family in families:
+        # Of engines of this process, which share them: ernie4_5 changes what others may have.
+        rotary_embedding._ROPE_DICT.clear()
         try:
             found = sampler_program(mesh, folder / family, ROWS, 3, 0.7, {}, "round_robin")
         except UserError as error:
