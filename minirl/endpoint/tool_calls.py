@@ -158,6 +158,8 @@ def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str, name: str) -
     except UserError:
         return _DEFAULT
     _, _, written = text.rpartition(_QUESTION)
+    # Answers are read without it, and vLLM 0.26 would take it for a part of a Mistral's call.
+    written = written.removesuffix(tokenizer.eos_token or "")
     if _NAME not in written:
         return _DEFAULT
     for parser in _PARSERS:
