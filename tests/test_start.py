@@ -292,6 +292,23 @@ def test_the_quickstart_refuses_a_mistake_on_several_machines_together(monkeypat
     assert stop.value.code == 0 and "".join(capsys.readouterr()) == ""
 
 
+def test_a_trainer_of_a_file_is_refused_ranks_that_only_generate(monkeypatch):
+    """They have trainers of their own, which would run in its place."""
+    from minirl.supervise import cli, lifecycle
+
+    joined = []
+    monkeypatch.setattr(lifecycle, "run", lambda *what: joined.append(what[2:]))
+    flags = ["--config", str(QUICKSTART), "--parallel.generators", "1"]
+    monkeypatch.setattr(sys, "argv", ["my_trainer.py", *flags])
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    cli.run(RLConfig, "my_trainer:MyTrainer.main")
+    cli.run(RLConfig, "minirl.rl:Trainer.main", "minirl.split:main")
+    (refused, _), taken = joined
+    assert "parallel.generators = 1: only `-m minirl.rl`" in str(refused)
+    assert taken == (None, "minirl.split:main")
+
+
 FAILING_TEST = """
 import sys
 from pathlib import Path

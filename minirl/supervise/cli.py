@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from minirl.base.errors import BAD_INPUT, DONE, UserError, write_error_file
 from minirl.config.parse import parse_flags
+from minirl.config.shared import TrainingConfig
 from minirl.config.validate import check_named, check_settings
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str
         config: the class of the program's config.
         program: what is called with the config and the mesh. By its name (`module:function`) it is
             imported only when the flags are right.
-        split: the name of what is called in its place with parallel.generators.
+        split: the name of what is called in its place with parallel.generators; empty: these are
+            refused.
     """
     cfg = None
     mistake = None
@@ -61,6 +63,11 @@ def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str
     gc.disable()
     from minirl.supervise import lifecycle
 
-    if cfg and split and cfg.parallel.generators:
-        program = split
+    if isinstance(cfg, TrainingConfig) and cfg.parallel.generators:
+        program = split or program
+        if not split:
+            mistake = UserError(
+                f"parallel.generators = {cfg.parallel.generators}: only `-m minirl.rl` has ranks "
+                "that only generate; set it to 0"
+            )
     lifecycle.run(config, cfg, mistake, program)
