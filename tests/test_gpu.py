@@ -35,6 +35,7 @@ from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import compat, patches
 from minirl.engine.engine import RolloutEngine
+from minirl.engine.start import memory_remedy
 from minirl.model import attention, experts, flash, fused, selective
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.machines import arrange, join_world, make_world
@@ -867,6 +868,12 @@ def test_a_start_in_which_others_free_memory_is_a_message(tmp_path, text, kind):
         ranks(1, start_and_fail, folder, text)
     assert failed.value.kind == kind and text in failed.value.text
     assert ("Another process took or freed memory" in failed.value.text) == (kind == "UserError")
+
+
+def test_a_cache_that_is_too_small_is_a_message():
+    """vLLM's own words name gpu_memory_utilization, which has no effect where the size is given."""
+    error = ValueError("3 GiB are needed, which is larger than the available KV cache memory (1)")
+    assert memory_remedy(error) == " Here raise engine.kv_cache_gb, or lower engine.max_model_len"
 
 
 def test_vllm_leaves_the_generators_as_they_are(device, monkeypatch):
