@@ -201,6 +201,18 @@ def test_a_flag_out_of_its_bounds(cls, flags):
     assert re.search(r"should be (a finite|less|greater)", str(error.value)), error.value
 
 
+def test_a_number_that_may_be_left_out_is_told_like_others():
+    for flags, says in (
+        (["--policy.lr", "1e-6,"], "--policy.lr: could not convert string to float: '1e-6,'"),
+        (["--data.held-out", "all"], "--data.held-out: invalid literal for int() with base 10"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"Error parsing {says}")) as error:
+            parse_flags(RLConfig, flags)
+        assert "typing" not in str(error.value)
+    cfg = parse_flags(RLConfig, ["--policy.lr", "None", "--data.held-out", "3"])
+    assert (cfg.policy.lr, cfg.data.held_out) == (None, 3)
+
+
 def test_a_temperature_that_the_engine_would_raise():
     cfg = parse_flags(RLConfig, ["--data.train", "a.jsonl", "--rollout.temperature", "0.001"])
     cfg.policy.model = "scratch"

@@ -135,7 +135,10 @@ def program_of(cls: type) -> str:
 
 
 def _registry() -> Any:
-    """Return what tyro has to know of mappings: a flag takes names and values in turn."""
+    """Return what tyro has to know of mappings and of numbers that may be left out.
+
+    A flag of a mapping takes names and values in turn.
+    """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     def read(words: list[str]) -> dict[str, Any]:
@@ -159,6 +162,24 @@ def _registry() -> Any:
             instance_from_str=read,
             is_instance=lambda value: isinstance(value, dict),
             str_from_instance=write,
+        )
+
+    @registry.primitive_rule
+    def number_or_none(info: Any) -> Any:
+        # What tyro says by itself of a value that is neither speaks of Python's types.
+        kinds = [
+            typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+            for kind in typing.get_args(info.type)
+        ]
+        if kinds not in ([int, type(None)], [float, type(None)]):
+            return None
+        number = kinds[0]
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=f"{{None}}|{number.__name__.upper()}",
+            instance_from_str=lambda words: None if words[0] == "None" else number(words[0]),
+            is_instance=lambda value: value is None or isinstance(value, number),
+            str_from_instance=lambda value: [str(value)],
         )
 
     return registry
