@@ -754,7 +754,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
     tokenizer = scratch.make_tokenizer([])
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has no chat template"):
+    with pytest.raises(UserError, match="has no chat template; .* --data.no-apply-chat-template"):
         load_tokenizer(tmp_path)
 
 

@@ -40,7 +40,7 @@ def load_tokenizer(
         require(
             tokenizer.chat_template is not None,
             f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
-            "data.chat_template",
+            "data.chat_template, or encode texts as they are by --data.no-apply-chat-template",
         )
         named = f"data.chat_template = {data.chat_template}" if data and data.chat_template else ""
         check_template(tokenizer, named or f"policy.model = {folder}: its chat template")
