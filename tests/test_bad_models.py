@@ -451,7 +451,10 @@ def played(env: Env, runner: EpisodeRunner | None = None) -> Episode:
 
 @pytest.mark.parametrize(
     ("troubles", "why"),
-    [([], "sampled no token in any"), (["reset raised OSError", "reset"], "OSError")],
+    [
+        ([], "sampled no token in any; give the prompts more room by engine.max_model_len$"),
+        (["reset raised OSError", "reset"], "OSError; fix env.name$"),
+    ],
 )
 def test_an_evaluation_without_answers_says_why(troubles, why):
     runner = EpisodeRunner(None, None, EvaluateConfig(), SINGLE_TURN)  # type: ignore[arg-type]

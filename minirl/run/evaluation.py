@@ -92,10 +92,11 @@ def score(
     by_rank = mesh.gather((num_answers, reasons))
     if not any(num for num, _ in by_rank):
         found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
-        why = next(found, "the policy sampled no token in any")
+        why = next(found, "")
+        cure = "fix env.name" if why else "give the prompts more room by engine.max_model_len"
         raise UserError(
-            f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; "
-            "fix env.name, or give its prompts more room by engine.max_model_len"
+            f"none of the {num_prompts} held-out prompts got an answer to evaluate: "
+            f"{why or 'the policy sampled no token in any'}; {cure}"
         )
     if reward_model:
         reward_model.grade(trajectories)
