@@ -146,6 +146,15 @@ def test_losses_are_the_formulas_over_all_tokens_of_the_step(plain, mesh):
         assert not beyond
 
 
+def test_a_single_mixture_is_counted_alike_on_two_ranks(tmp_path):
+    """The loads of its experts are contiguous in the sums of a step, which stay this rank's."""
+    folder = tiny.make(tmp_path / "model", "glm4_moe", dtype=torch.float64)
+    ((_, alone, _),) = ranks(1, update, folder, 60, "off")
+    for _, metrics, _ in ranks(2, update, folder, 60, "off"):
+        for name in ("expert_load_max", "router_entropy", "router_aux_loss", "router_z_loss"):
+            assert metrics[name] == pytest.approx(alone[name], rel=1e-6), name
+
+
 def counted(mesh, folder, settings, family_steps=1):
     """Metrics of updates, biases before and behind, and the loads by hand."""
     policy = Policy(PolicyConfig(**settings), folder, mesh)

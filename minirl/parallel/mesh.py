@@ -209,4 +209,4 @@ class Mesh(World):
 
         Tensor-parallel ranks count the same tokens; context-parallel ones do not.
         """
-        return self.sums(values) / self.tensor.size()
+        return self.sums(values.clone()) / self.tensor.size()

@@ -328,7 +328,7 @@ class Policy:
         """Return means over all ranks of what `_accumulate` returned (`_max`: maxima)."""
         # All at once: the host waits for the device here, and nowhere else in a step.
         local_values = torch.stack([value.double() for value in sums.values()]).cpu()
-        totals = self.mesh.data_sums(local_values.clone()).tolist()
+        totals = self.mesh.data_sums(local_values).tolist()
         maxima = self.mesh.maxima(local_values).tolist()
         metrics = {}
         for name, total, maximum in zip(sums, totals, maxima, strict=True):
