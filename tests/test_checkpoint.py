@@ -267,6 +267,20 @@ def test_the_newest_and_the_best_stay(tmp_path, background):
     assert not (tmp_path / "run" / "checkpoints" / "step-6.partial").exists()
 
 
+def end_well(mesh, folder, run, cfg):
+    with Saver(run, cfg, make(mesh, folder, False)):
+        pass
+
+
+def test_a_good_end_removes_what_a_kill_after_the_last_save_has_left(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    for name in ("step-4.old.partial", "step-6", "step-8", "step-12"):
+        (tmp_path / "run" / "checkpoints" / name / "state").mkdir(parents=True)
+    ranks(2, end_well, folder, tmp_path / "run", CheckpointConfig(keep=2))
+    left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert left == {"step-8", "step-12"}
+
+
 def test_of_losses_the_lowest_is_best_and_without_a_metric_none_is(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
     there, best = ranks(

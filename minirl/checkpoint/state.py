@@ -244,6 +244,8 @@ class Saver(contextlib.AbstractContextManager):
         """
         if error is None:
             self.wait()
+            if self.mesh.rank == 0:  # A run may have been killed at this, after its last save.
+                self._rotate()
         elif self.pending:
             with contextlib.suppress(TimeoutError):
                 failure = self.pending.exception(60)
