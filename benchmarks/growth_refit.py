@@ -105,7 +105,7 @@ def make_shapes(
 
 
 def fsdp_axis(shape: torch.Size, num_shards: int) -> int:
-    """Return the dimension that FSDP shards, as parallel/fsdp.py chooses it."""
+    """Return the dimension that FSDP shards, as parallel/sharding.py chooses it."""
     by_rows = len(shape) == 3 and shape[0] < num_shards and shape[1] % num_shards == 0
     return 1 if by_rows else 0
 

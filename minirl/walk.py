@@ -51,7 +51,7 @@ from minirl.config.parse import load_config
 from minirl.config.rl import RLConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.model.logprob import logprob_entropy
-from minirl.parallel import fsdp
+from minirl.parallel import fsdp, sharding
 from minirl.parallel.machines import join_world
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import local_region
@@ -152,7 +152,7 @@ class Walk(Trainer):
 
     def show_weights(self) -> None:
         """Show the shards of a weight, and bring all weights into the engine."""
-        station("1. Shards: every rank owns a part of every weight", fsdp.shard, local_region)
+        station("1. Shards: every rank owns a part of every weight", sharding.shard, local_region)
         shards = self.policy.shards()
         show("   in    {} {}", WEIGHT, shards[WEIGHT].shape)
         owned = self.mesh.gather(local_region(shards[WEIGHT]))

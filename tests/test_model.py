@@ -36,7 +36,7 @@ from minirl.model import (
     logprob,
     scratch,
 )
-from minirl.parallel import fsdp
+from minirl.parallel import sharding
 from minirl.train.policy import Policy
 from test_packing import groups, seen
 
@@ -522,7 +522,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(tmp_path):
 def load_slices(mesh, folder):
     """(bytes that this rank read, every parameter gathered)"""
     model = meta_model(folder)
-    fsdp.shard(
+    sharding.shard(
         model,
         model.model.layers,
         mesh.fsdp,

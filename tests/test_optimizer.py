@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import minirl.train.policy
 import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl.algo import losses
@@ -22,6 +21,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig
+from minirl.model import build
 from minirl.model.adapters.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
@@ -91,7 +91,7 @@ def end_with_each_adamw(mesh, folder) -> list[dict]:
     """Return weights and moments after three steps with ours, and with torch's on DTensors."""
     ends = []
     for kind in (ShardAdamW, torch.optim.AdamW):
-        minirl.train.policy.ShardAdamW = kind
+        build.ShardAdamW = kind
         policy = make(mesh, folder, {"weight_decay": DECAY})
         update(policy, mesh, 3)
         end = whole(policy.shards())

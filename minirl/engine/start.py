@@ -173,7 +173,9 @@ def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineC
 def memory_remedy(error: Exception) -> str:
     """Return what to do about memory that vLLM misses, as the end of a message; else nothing."""
     if "available KV cache memory" in str(error):
-        return " Here raise engine.kv_cache_gb, or lower engine.max_model_len"
+        return (
+            " Here raise engine.kv_cache_gb (on CUDA if it is set), or lower engine.max_model_len"
+        )
     # vLLM saw the device's free memory change by another process.
     if not (isinstance(error, AssertionError) and str(error).startswith(_MEMORY_ASSERTIONS)):
         return ""

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a sharded model.
+"""From a Hugging Face folder to a sharded model and its optimizer.
 
 Build on the meta device, shard by FSDP2, and let each rank read its own slices of the files.
 """
@@ -48,9 +48,11 @@ from minirl.model.causal import (
     score_forward,
 )
 from minirl.model.trained import frozen_names
-from minirl.parallel import fsdp, tensor
+from minirl.parallel import fsdp, sharding, tensor
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.muon import Muon
+from minirl.parallel.optimizer import Optimizer, ShardAdamW
 from minirl.parallel.tensor import TensorParallel
 
 # What a model's folder must hold -> the pattern of its files.
@@ -188,7 +190,7 @@ def build_model(
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())
         tensor.apply(model, tp, (model._tp_plan or {}) | family.plan)
-    fsdp.shard(
+    sharding.shard(
         model,
         [*never_run(model), *layers(model)],
         mesh.fsdp,
@@ -303,3 +305,35 @@ def embed_for_layers(text_model: Any, input_ids: Tensor, _: Tensor) -> Tensor:
     embedded = text_model.embed_tokens_per_layer(input_ids)
     num_layers = text_model.config.num_hidden_layers
     return embedded.unflatten(-1, (num_layers, text_model.hidden_size_per_layer_input))
+
+
+def make_optimizer(model: CausalModel, cfg: PolicyConfig, mesh: Mesh) -> Optimizer:
+    """Return Muon for the layers' matrices, if configured, and AdamW for everything else.
+
+    Vectors do not decay.
+    """
+    fsdp.reshard(model)  # or the optimizer would get what is gathered
+    trained_layers = layers(model) if cfg.optimizer == "muon" else []
+    in_layers = set(nn.ModuleList(trained_layers).parameters())
+    matrices, vectors, hidden = [], [], []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        # Biases of experts are [E, out], a convolution of features is [out, 1, taps].
+        is_convolution = p.ndim == 3 and p.shape[1] == 1
+        if p.ndim < 2 or name.endswith("bias") or is_convolution:
+            vectors.append(p)
+        elif p in in_layers:
+            hidden.append(p)
+        else:
+            matrices.append(p)
+
+    parts: list[torch.optim.Optimizer] = []
+    lr = cfg.learning_rate
+    decays = [(matrices, cfg.weight_decay), (vectors, 0.0)]
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    if groups:
+        parts.append(ShardAdamW(groups, lr=lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True))
+    if hidden:
+        parts.append(Muon(hidden, mesh, lr=lr, weight_decay=cfg.weight_decay))
+    return Optimizer(parts, cfg)

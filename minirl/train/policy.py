@@ -23,11 +23,9 @@ from minirl.config.policy import WHOLE_GRADIENT_BYTES, PolicyConfig
 from minirl.data.vision import read_vision
 from minirl.model import build, causal, families
 from minirl.model.adapters import lora
-from minirl.parallel import fsdp
+from minirl.parallel import fsdp, sharding
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.muon import Muon
 from minirl.parallel.offload import Sleeper
-from minirl.parallel.optimizer import Optimizer, ShardAdamW
 from minirl.parallel.regions import CheckpointSlice
 from minirl.train.skipped import report_skipped
 from minirl.types.packed import Packed
@@ -98,7 +96,7 @@ class Policy:
         self.adapters = self.model.adapters
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        whole_bytes = sum(map(fsdp.gathered_bytes, trained))
+        whole_bytes = sum(map(sharding.gathered_bytes, trained))
         fits = whole_bytes <= WHOLE_GRADIENT_BYTES
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = read_vision(folder) if families.reads_images(self.model.config) else None
@@ -110,7 +108,7 @@ class Policy:
             vision=self.vision,
             convolution=families.convolution(self.model.config),
         )
-        self.optimizer = make_optimizer(self.model, self.cfg, mesh)
+        self.optimizer = build.make_optimizer(self.model, self.cfg, mesh)
         self.num_updates = 0
         self.num_skipped = 0  # Updates in a row with a gradient that was not finite.
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
@@ -131,7 +129,7 @@ class Policy:
     def forget_optimizer_state(self) -> None:
         """Make the optimizer as if it had never stepped; weights and `num_updates` stay."""
         self.sleeper.wake_optimizer()  # or a later wake would bring back what is gone now
-        self.optimizer = make_optimizer(self.model, self.cfg, self.mesh)
+        self.optimizer = build.make_optimizer(self.model, self.cfg, self.mesh)
 
     def state_awake(self) -> contextlib.AbstractContextManager[None]:
         """Keep the optimizer's state on the device inside the block, even if it slept before.
@@ -167,9 +165,13 @@ class Policy:
         with self.inference():
             for batch in sum(minibatches, []):
                 outputs, entropy = self.model(batch)
-                setattr(batch, field, outputs)
                 if field == "old_logprobs":
+                    batch.old_logprobs = outputs
                     batch.old_entropy = entropy
+                elif field == "ref_logprobs":
+                    batch.ref_logprobs = outputs
+                else:
+                    batch.values = outputs
 
     def update(self, minibatch: Minibatch, loss: Loss, lr: float) -> Metrics:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
@@ -423,35 +425,3 @@ def _combined(name: str, values: list[Tensor]) -> Tensor:
     if name.endswith("_max"):
         return torch.stack(values).amax()
     return functools.reduce(torch.add, values)
-
-
-def make_optimizer(model: causal.CausalModel, cfg: PolicyConfig, mesh: Mesh) -> Optimizer:
-    """Return Muon for the layers' matrices, if configured, and AdamW for everything else.
-
-    Vectors do not decay.
-    """
-    fsdp.reshard(model)  # or the optimizer would get what is gathered
-    layers = build.layers(model) if cfg.optimizer == "muon" else []
-    in_layers = set(nn.ModuleList(layers).parameters())
-    matrices, vectors, hidden = [], [], []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        # Biases of experts are [E, out], a convolution of features is [out, 1, taps].
-        is_convolution = p.ndim == 3 and p.shape[1] == 1
-        if p.ndim < 2 or name.endswith("bias") or is_convolution:
-            vectors.append(p)
-        elif p in in_layers:
-            hidden.append(p)
-        else:
-            matrices.append(p)
-
-    parts: list[torch.optim.Optimizer] = []
-    lr = cfg.learning_rate
-    decays = [(matrices, cfg.weight_decay), (vectors, 0.0)]
-    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
-    if groups:
-        parts.append(ShardAdamW(groups, lr=lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True))
-    if hidden:
-        parts.append(Muon(hidden, mesh, lr=lr, weight_decay=cfg.weight_decay))
-    return Optimizer(parts, cfg)
