@@ -14,6 +14,7 @@ from typing import Any
 from minirl.base.errors import UserError, require
 
 MOST_LEVELS = 100  # Of values inside one another. Python's own functions recurse.
+_TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # In JSON; two of them are a character.
 
 
@@ -55,31 +56,25 @@ def read_json(path: Path, setting: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, also for what nothing else can take."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON; or its value is nested too deep or has half of a character,
+            which nothing else can take.
+    """
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep") from error
-    check_value(value, text)
-    return value
-
-
-def check_value(value: object, text: str) -> None:
-    """Raise ValueError for a JSON value that is nested too deep or has half a character.
-
-    Args:
-        value: the value.
-        text: what it was parsed from. Few texts have what such values need, so most are not
-            looked through.
-    """
+        raise ValueError(_TOO_DEEP) from error
+    # Few texts have what such values need, so most are not looked through.
     may_be_deep = text.count("[") + text.count("{") > MOST_LEVELS
     if not may_be_deep and not _SURROGATE.search(text):
-        return
+        return value
     waiting: list[tuple[object, int]] = [(value, 0)]
     while waiting:
         inner, level = waiting.pop()
         if level > MOST_LEVELS:
-            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+            raise ValueError(_TOO_DEEP)
         if isinstance(inner, dict):
             waiting += [(key, level + 1) for key in inner]
             waiting += [(child, level + 1) for child in inner.values()]
@@ -87,6 +82,7 @@ def check_value(value: object, text: str) -> None:
             waiting += [(child, level + 1) for child in inner]
         elif isinstance(inner, str) and not is_unicode(inner):
             raise ValueError(f"{inner[:80]!r} has half of a surrogate pair, which is no character")
+    return value
 
 
 def is_unicode(text: str) -> bool:
@@ -96,13 +92,6 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def why_no_text(text: str) -> str:
-    """Return what is wrong with a text in a setting; empty: nothing."""
-    if "\0" in text:
-        return "has a zero byte"
-    return "" if is_unicode(text) else "has bytes that are not UTF-8"
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import pydantic
 
 from minirl.base.errors import DONE, UserError, require
-from minirl.base.reading import is_file, read_text, why_no_text
+from minirl.base.reading import is_file, is_unicode, read_text
 from minirl.config.values import BOOLEANS, parse_yaml, read_word, write_word
 
 # Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
@@ -57,8 +57,9 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     general.add_argument("--config", nargs="?", const="", action="append", default=[])
     general.add_argument("-h", "--help", action="store_true")
     for word in sys.argv if argv is None else argv:
-        problem = why_no_text(word)
-        require(not problem, f"{word[:200]!r} {problem}; write it without")
+        shown = repr(word[:200])
+        require("\0" not in word, f"{shown} has a zero byte; write it without")
+        require(is_unicode(word), f"{shown} has bytes that are not UTF-8; write it without")
     known, flags = general.parse_known_args(argv)
     files = known.config
     require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")

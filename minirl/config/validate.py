@@ -257,20 +257,17 @@ def validate_sides(cfg: RLConfig) -> None:
     Raises:
         UserError: for the first rule that is broken.
     """
-    _refuse(cfg, _rules_of_sides(cfg))
-
-
-def _rules_of_sides(cfg: RLConfig) -> Rules:
-    """Return what must hold where some ranks generate and the others train."""
     rollout = cfg.rollout
     algo = cfg.algo
     if not cfg.parallel.generators:
         without = "it is about ranks that only generate; set parallel.generators"
-        return {
+        rules: Rules = {
             f"rollout.overlap, parallel.generators: {without}": rollout.overlap != "lockstep",
             f"rollout.kv, parallel.generators: {without}": rollout.kv != "recompute",
         }
-    rules: Rules = {
+        _refuse(cfg, rules)
+        return
+    rules = {
         "parallel.generators, rollout.replay: a replay generates nothing; set generators to 0": (
             rollout.replay
         ),
@@ -309,7 +306,7 @@ def _rules_of_sides(cfg: RLConfig) -> Rules:
                 router.aux_loss_coef or router.z_loss_coef or router.bias_update_rate
             ),
         }
-    return rules
+    _refuse(cfg, rules)
 
 
 def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:

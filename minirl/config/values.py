@@ -92,7 +92,8 @@ def parse_yaml(text: str, where: str) -> Any:
         where: begins an error message.
 
     Raises:
-        UserError: it is not valid, or a mapping has a key twice.
+        UserError: it is not valid, or a mapping has a key twice or one that is no plain word; or
+            it stands for more than MOST_VALUES values.
     """
     try:
         values = yaml.load(text, _Loader)
@@ -100,12 +101,7 @@ def parse_yaml(text: str, where: str) -> Any:
         kind = "" if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: "
         problem = f"not valid YAML: {kind}{str(error)[:1000]}"
         raise UserError(f"{where}: {problem}; correct it there") from error
-    _check_end(values, where)
-    return {} if values is None else values
-
-
-def _check_end(values: Any, where: str) -> None:
-    """Refuse values that have no end, and keys that are no plain words."""
+    # An alias inside of what it names makes values without an end.
     waiting = [values]
     num_values = 0
     while waiting:
@@ -122,6 +118,7 @@ def _check_end(values: Any, where: str) -> None:
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
+    return {} if values is None else values
 
 
 def to_yaml(values: dict) -> str:
