@@ -6,7 +6,6 @@ reasoning-gym, or by tests of a program in the sandbox.
 
 import math
 import re
-from collections.abc import Callable
 
 from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.sandbox import runner
@@ -75,39 +74,26 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 
-def why_no_answer(row: dict) -> str:
-    """Return why nothing compares with a row's answer; empty: it is a text or a number."""
-    answer = row.get("answer")
-    if answer is None:
-        return "compares with the answer, and a row has none (data.answer_key)"
-    is_number = type(answer) in (int, float) and math.isfinite(answer)
-    if is_number or isinstance(answer, str):
-        return ""
-    return (
-        f"compares with the answer, and that of a row is {str(answer)[:80]} "
-        f"({type(answer).__name__}); make it a text or a finite number (data.answer_key)"
-    )
-
-
-def why_no_tests(row: dict) -> str:
-    """Return why no program can be tested; empty: the row has tests."""
-    if isinstance(row.get("tests"), str):
-        return ""
-    return "runs the text in the column `tests`, and a row has none"
-
-
-def why_no_generator(row: dict) -> str:
-    """Return why reasoning-gym has no grader for a row; empty: the row names its data set."""
-    metadata = row.get("metadata")
-    if isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str):
-        return ""
-    return "needs rows with metadata.source_dataset, and a row has none"
-
-
-WHY_NOT: dict[str, Callable[[dict], str]] = {
-    "exact": why_no_answer,
-    "final_answer": why_no_answer,
-    "math_verify": why_no_answer,
-    "reasoning_gym": why_no_generator,
-    "python_tests": why_no_tests,
-}
+def why_not(name: str, row: dict) -> str:
+    """Return what a row lacks that a registered function reads; empty: nothing, or it is none."""
+    match name:
+        case "exact" | "final_answer" | "math_verify":
+            answer = row.get("answer")
+            if answer is None:
+                return "compares with the answer, and a row has none (data.answer_key)"
+            is_number = type(answer) in (int, float) and math.isfinite(answer)
+            if not is_number and not isinstance(answer, str):
+                return (
+                    f"compares with the answer, and that of a row is {str(answer)[:80]} "
+                    f"({type(answer).__name__}); make it a text or a finite number "
+                    "(data.answer_key)"
+                )
+        case "reasoning_gym":
+            metadata = row.get("metadata")
+            if isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str):
+                return ""
+            return "needs rows with metadata.source_dataset, and a row has none"
+        case "python_tests":
+            if not isinstance(row.get("tests"), str):
+                return "runs the text in the column `tests`, and a row has none"
+    return ""

@@ -35,7 +35,7 @@ from minirl.rewards import (
     TrainerState,
     graders,
 )
-from minirl.rewards.functions import WHY_NOT
+from minirl.rewards.functions import why_not
 from minirl.rewards.http import RemoteReward
 from minirl.sandbox import runner
 
@@ -87,7 +87,7 @@ class Rewards:
             if isinstance(function, AdaptedReward):
                 problem = function.why_not(row)
             else:
-                problem = WHY_NOT[name](row) if name in WHY_NOT else ""
+                problem = why_not(name, row)
             if problem:
                 raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
