@@ -6,7 +6,6 @@ which keeps to a limit.
 
 import json
 import resource
-import secrets
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -72,12 +71,6 @@ def api_key(request: Request) -> str:
     """Return the key that a client sent, as OpenAI's or as Anthropic's clients do; "": none."""
     headers = request.headers
     return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-
-
-def require_key(request: Request, key: str) -> None:
-    """Refuse a request without this key; an empty one lets everybody in. Raises BadRequest."""
-    if key and not secrets.compare_digest(api_key(request).encode(), key.encode()):
-        raise BadRequest("the API key is missing or wrong", 401, "invalid_api_key")
 
 
 def require_loopback(request: Request) -> None:

@@ -7,9 +7,10 @@ refused before it joins others, and each request of a forward that fails is trie
 import asyncio
 import itertools
 import math
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -37,13 +38,12 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
         UserError: the address is not free, or the variable that should have the key is not set.
     """
     key = key_of_environment("api_key_env", cfg.api_key_env)
-    with http.bind(cfg.host, cfg.port) as bound_socket:
-        asyncio.run(_serve(Batcher(encode, score), key, cfg, bound_socket))
+    batcher = Batcher(encode, score)
 
-
-async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: Any) -> None:
     async def get_reward(request: Request) -> JSONResponse:
-        http.require_key(request, key)
+        sent = http.api_key(request)
+        if key and not secrets.compare_digest(sent.encode(), key.encode()):
+            raise http.BadRequest("the API key is missing or wrong", 401, "invalid_api_key")
         # A page in a browser reaches servers on its machine, but would not know a key. What pages
         # post has an origin, and may name another host.
         if not key and "origin" in request.headers:
@@ -63,7 +63,8 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
         return JSONResponse({"rewards": await batcher.score(texts)})
 
     routes = [Route(path, get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
-    await http.make_server(routes, cfg.limits).serve([bound_socket])
+    with http.bind(cfg.host, cfg.port) as bound_socket:
+        asyncio.run(http.make_server(routes, cfg.limits).serve([bound_socket]))
 
 
 class _Waiting(NamedTuple):
