@@ -115,12 +115,14 @@ class Saver(contextlib.AbstractContextManager):
         require_written(final, partial, self.mesh.gather(failure))
 
         state: dict = {}  # Of models and optimizers.
+        models = {"": self.policy}  # By what the names of its entries begin with.
+        models |= {f"{name}_": model for name, model in self.others.items()}
         with contextlib.ExitStack() as stack:
-            for name, model in ({"policy": self.policy} | self.others).items():
+            for prefix, model in models.items():
                 model.sleeper.wake_parameters()
                 stack.enter_context(model.state_awake())
                 has_stepped = model.optimizer.stepped
-                state |= state_dict_of(model, _prefix(name))
+                state |= state_dict_of(model, prefix)
                 if not has_stepped:
                     model.forget_optimizer_state()
             write_rest = self._copy_rest(partial)
@@ -315,7 +317,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
         "another output folder",
     )
 
-    prefix = _prefix(name)
+    prefix = "" if name == "policy" else f"{name}_"
     shapes = saved_shapes(checkpoint, prefix)
     with policy.state_awake():
         state = state_dict_of(policy, prefix)
@@ -339,11 +341,6 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
         policy.forget_optimizer_state()
     policy.num_updates = saved["num_updates"]
     return description
-
-
-def _prefix(name: str) -> str:
-    """Return what the names of a model's entries in a checkpoint begin with."""
-    return "" if name == "policy" else f"{name}_"
 
 
 def state_dict_of(policy: Policy, prefix: str = "") -> dict[str, dict]:
