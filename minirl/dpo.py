@@ -15,16 +15,16 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Pairs
-from minirl.run.supervised import PairTrainer, Task
+from minirl.run.supervised import SupervisedTrainer, Task
 from minirl.train.policy import Minibatch
 from minirl.types.packed import Trajectory
 
 
-class DPOTrainer(PairTrainer):
+class DPOTrainer(SupervisedTrainer):
     """A run with a frozen reference."""
 
     cfg: DPOConfig
-    task = Task("dpo", Pairs, pairs=True)
+    task = Task("dpo", Pairs, pairs=True, scores=("loss", "accuracy", "margin"))
 
     def make_loss(self) -> Loss:
         """Return the loss of the config: DPO, IPO or hinge."""

@@ -26,18 +26,13 @@ class KTOTrainer(SupervisedTrainer):
     """A run with a frozen reference."""
 
     cfg: KTOConfig
-    task = Task("kto", Labelled, single=True)
+    task = Task("kto", Labelled, single=True, scores=("loss", "accuracy", "margin", "kl"))
 
     def check_model(self) -> None:
         """Leave out the answers of other rows, if the loss does not need them."""
         for rows in (self.rows, self.held_out):
             assert isinstance(rows, Labelled)
-            rows.mismatched = self.estimates_kl
-
-    @property
-    def estimates_kl(self) -> bool:
-        """Whether the loss compares with an estimate of the KL."""
-        return self.cfg.algo.loss == "kto"
+            rows.mismatched = self.cfg.algo.loss == "kto"
 
     def make_loss(self) -> Loss:
         """Return the loss of the config: KTO or APO-zero."""
@@ -48,7 +43,7 @@ class KTOTrainer(SupervisedTrainer):
         batches = super().make_batches([t for t in examples if t.episode == MATCHED])
         self.annotate_reference(batches)
         baseline = torch.zeros((), dtype=torch.float64)
-        if self.estimates_kl:
+        if self.cfg.algo.loss == "kto":  # apo_zero_unpaired compares with 0
             # The policy's log-probs before the step, without gradients.
             mismatched = super().make_batches([t for t in examples if t.episode != MATCHED])
             self.annotate_reference(mismatched)
@@ -67,12 +62,3 @@ class KTOTrainer(SupervisedTrainer):
         metrics["reward_undesirable"] /= max(1 - share, 1e-9)
         metrics["margin"] = metrics["reward_desirable"] - metrics["reward_undesirable"]
         return metrics
-
-    def make_scores(self, measured: Metrics) -> Metrics:
-        """Return the held-out scores.
-
-        The loss; the share of answers with a reward on the right side of the KL; the difference of
-        the mean rewards of wanted and unwanted answers; the estimate of the KL.
-        """
-        metrics = self.name_metrics(measured)
-        return {name: metrics[name] for name in ("loss", "accuracy", "margin", "kl")}

@@ -37,17 +37,17 @@ from minirl.endpoint.reward_server import serve
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.run.inputs import check_head, choose_dtype
-from minirl.run.supervised import PairTrainer, Task
+from minirl.run.supervised import SupervisedTrainer, Task
 from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 
 
-class RewardModelTrainer(PairTrainer):
+class RewardModelTrainer(SupervisedTrainer):
     """A run that trains a model with a score head."""
 
     cfg: RMConfig
-    task = Task("rm", Pairs, pairs=True, score_head=True)
+    task = Task("rm", Pairs, pairs=True, score_head=True, scores=("loss", "accuracy", "margin"))
 
     def check_model(self) -> None:
         """Refuse now what `transformers` could not load when the run has exported it."""

@@ -80,6 +80,7 @@ class Task:
     pairs: bool = False  # A row is a pair; its two sides stay in one micro-batch.
     single: bool = False  # Every answer counts alone.
     score_head: bool = False  # The model has a score head instead of the language model's.
+    scores: tuple[str, ...] = ("loss", "perplexity")  # The metrics of held-out rows.
 
 
 class SupervisedTrainer(BaseTrainer):
@@ -137,7 +138,12 @@ class SupervisedTrainer(BaseTrainer):
             make_scratch(cfg, mesh)
             self.announce({"policy": files.config.to_dict()})
             self.policy = self.load_model(cfg.policy, files.folder, score=self.task.score_head)
-            self.ref = self.load_reference()
+            # Of DPO and KTO, found before anything of the run is written.
+            self.ref: Reference | None = None
+            if isinstance(cfg, DPOConfig | KTOConfig):
+                found = find_other_model(cfg.reference, files.config, cfg.parallel, "reference")
+                with self.timer.phase("reference"):
+                    self.ref = self.make_reference(found or files.folder)
             description = f"{len(self.rows)} rows, {len(self.held_out)} held out"
             self.run = TrainingRun(cfg, self.policy, description)
 
@@ -196,24 +202,13 @@ class SupervisedTrainer(BaseTrainer):
         """Score held-out rows. Collective. `name`: keep the scores for the summary."""
         with self.timer.phase("evaluate"):
             examples = self.held_out.examples(range(len(self.held_out)))
-            measured = self.policy.measure(self.make_batches(examples.here), self.make_loss())
-            scores = self.make_scores(measured)
+            batches = self.make_batches(examples.here)
+            measured = self.name_metrics(self.policy.measure(batches, self.make_loss()))
+            measured["perplexity"] = math.exp(min(measured["loss"], 700.0))
+            scores = {name: measured[name] for name in self.task.scores}
         self.run.record_evaluation(step, scores, scores, name, scores)
         if self.run.has_reached_goal:
             self.run.progress.evaluations["after"] = scores
-
-    def load_reference(self) -> Reference | None:
-        """Load the frozen reference of DPO and KTO, before anything of the run is written.
-
-        Raises:
-            UserError: it does not work with the policy.
-        """
-        if not isinstance(self.cfg, DPOConfig | KTOConfig):
-            return None
-        model = self.cfg.reference
-        found = find_other_model(model, self.files.config, self.cfg.parallel, "reference")
-        with self.timer.phase("reference"):
-            return self.make_reference(found or self.files.folder)
 
     def annotate_reference(self, batches: Minibatch) -> None:
         """Add the reference's log-probs; it is awake only here. Collective."""
@@ -238,22 +233,6 @@ class SupervisedTrainer(BaseTrainer):
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics of a step as they are logged."""
         return measured
-
-    def make_scores(self, measured: Metrics) -> Metrics:
-        """Return the held-out scores: mean negative log-likelihood of the tokens in the loss."""
-        loss = measured["loss"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-
-
-class PairTrainer(SupervisedTrainer):
-    """What reward models and DPO share: rows are pairs."""
-
-    def make_scores(self, measured: Metrics) -> Metrics:
-        """Return the held-out scores of pairs.
-
-        The loss, the share of pairs with the chosen answer ranked higher, and the mean margin.
-        """
-        return {name: measured[name] for name in ("loss", "accuracy", "margin")}
 
 
 # What is noted of a row while it is read.
