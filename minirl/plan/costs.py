@@ -254,17 +254,6 @@ class Training:
             again += self.model.hidden + layer.feed_forward / self.tensor
         return again * self.rows * self.element + self._merged(layer)
 
-    def _trained_in(self, layer: Layer) -> float:
-        """Return how many elements of a gathered layer have gradients."""
-        return sum((m.numel * m.trained + m.adapter) / self._over(m) for m in layer.matrices)
-
-    def _chunk(self) -> float:
-        """Return the bytes of a chunk of logits; of a score head, of its wide hidden states."""
-        if not self.head:
-            return self.model.hidden * self.rows * WIDE
-        of_row = self.model.vocabulary / self.tensor * WIDE
-        return min(max(16, CHUNK_BYTES["cuda"] // of_row), self.loss_rows) * of_row
-
     def _restored(self) -> float:
         """Return the bytes that the optimizer makes: stored state, or Muon's products."""
         model = self.model
@@ -285,10 +274,16 @@ class Training:
         element = self.element
         rows = self.rows * element
         kept = 0.0
+        trained = 0.0  # Elements of a gathered layer that have gradients, at most.
         for layer, num in model.layers.items():
             kept += num * sum(self.kept(layer, self.checkpointing).values()) * rows
+            here = sum((m.numel * m.trained + m.adapter) / self._over(m) for m in layer.matrices)
+            trained = max(trained, here)
         in_forward = max(map(self._in_forward, model.layers))
-        chunk = self._chunk()
+        chunk = model.hidden * self.rows * WIDE  # Of a score head: its wide hidden states.
+        if self.head:  # A chunk of logits.
+            of_row = model.vocabulary / self.tensor * WIDE
+            chunk = min(max(16, CHUNK_BYTES["cuda"] // of_row), self.loss_rows) * of_row
         hidden = model.hidden * rows
         in_loss = model.hidden * self.loss_rows * element * (self.head > 0)
         # One layer computes, and the next one is gathered.
@@ -317,7 +312,7 @@ class Training:
         # Gradients to be reduced are float32. That of the embedding is dense.
         wide = 0 if self.keeps_whole and gradient else WIDE
         root = sum(m.numel for m in model.root if m.trained) / self.tensor
-        of_layer = gradient + max(map(self._trained_in, model.layers)) * (element + wide) / 2
+        of_layer = gradient + trained * (element + wide) / 2
         of_root = max(gradient, self.sharded_gradient) + root * (element + WIDE)
         phases["backward"] = peak(
             (rest, held + 2 * in_loss, 1.5 * chunk + of_head * WIDE, gradient),
@@ -355,15 +350,6 @@ class Training:
         backward = num_products * product + in_backward
         return {"annotate": forward, "forward": forward, "backward": backward}
 
-    def _products(self) -> float:
-        """Return the seconds of a forward pass in the matrix products of layers."""
-        total = 0.0
-        for layer, num in self.model.layers.items():
-            # Every expert's weights are read, however few rows it has.
-            computing = self.card.computing(2 * self.rows * layer.active / self.tensor)
-            total += num * max(computing, self.card.moving(self.of_layer[layer]))
-        return total
-
     def _between(self, index: int, *, again: bool = False) -> float:
         """Return the bytes that kernels between matrix products move.
 
@@ -377,29 +363,6 @@ class Training:
                 # A second forward leaves out the masks around products whose results are kept.
                 is_kept = again and kind == "experts" and self.checkpointing == "selective"
                 total += num * of_row * MOVED[kind][index] * (0.5 if is_kept else 1.0)
-        return total * self.rows * self.element
-
-    def _passed(self) -> float:
-        """Return the bytes that a pass moves, however few its rows are.
-
-        They are copies and casts of what is gathered, and merged adapters.
-        """
-        total = 2 * self.all_gathered + CAST_BYTES * self.trained / self.shards
-        for layer, num in self.model.layers.items():
-            for m in layer.matrices:
-                of_weight = 2 * self.element * (m.rank > 0) + 3.4 * m.packed
-                total += num * m.numel / self._over(m) * of_weight
-        return total
-
-    def _adapting(self) -> float:
-        """Return the bytes that gradients of A and B of adapters move."""
-        total = 0.0
-        for layer, num in self.model.layers.items():
-            for m in layer.matrices:
-                # Rows of experts are sorted for them, too.
-                times = 2 * layer.experts_of_token if m.experts else 1 / self.tensor
-                of_row = ADAPTED[0] * m.inputs + ADAPTED[1] * m.outputs
-                total += num * times * of_row * (m.rank > 0)
         return total * self.rows * self.element
 
     def _optimizer_seconds(self) -> float:
@@ -421,8 +384,22 @@ class Training:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase on the device."""
         card = self.card
-        products = self._products()
-        passed = self._passed()
+        products = 0.0  # Seconds of the matrix products of layers, in forward.
+        # Bytes that a pass moves, however few its rows are: copies and casts of what is gathered,
+        # and merged adapters.
+        passed = 2 * self.all_gathered + CAST_BYTES * self.trained / self.shards
+        adapting = 0.0  # Elements that the gradients of A and B of adapters move, for each row.
+        for layer, num in self.model.layers.items():
+            # Every expert's weights are read, however few rows it has.
+            computing = card.computing(2 * self.rows * layer.active / self.tensor)
+            products += num * max(computing, card.moving(self.of_layer[layer]))
+            for m in layer.matrices:
+                of_weight = 2 * self.element * (m.rank > 0) + 3.4 * m.packed
+                passed += num * m.numel / self._over(m) * of_weight
+                # Rows of experts are sorted for them, too.
+                times = 2 * layer.experts_of_token if m.experts else 1 / self.tensor
+                of_row = ADAPTED[0] * m.inputs + ADAPTED[1] * m.outputs
+                adapting += num * times * of_row * (m.rank > 0)
         attention = 4 * self.pairs * self.model.queries / self.tensor / (card.tflops * 1e12)
         forward_attention = attention / REACHED["attention forward"]
         forward = products + forward_attention + card.moving(self._between(0) + passed)
@@ -435,7 +412,7 @@ class Training:
         backward += self.head_seconds["backward"]
         # Gradients are cast and added up; by FSDP's reduce-scatter, or whole.
         moved = self.trained_gathered * (16 if self.keeps_whole else 6)
-        moved += self._between(1) + self._adapting() + passed
+        moved += self._between(1) + adapting * self.rows * self.element + passed
         if self.checkpointing != "off":
             moved += self._between(0, again=True)
         if self.checkpointing == "full":
