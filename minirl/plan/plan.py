@@ -181,14 +181,6 @@ class Workload:
         rows = self.load.rows(num_answers)
         self.load = dataclasses.replace(self.load, num_micro=num_micro, tokens=rows)
 
-    @property
-    def who(self) -> str:
-        """Begin a line with how many ranks these are of which kind; empty: all do everything."""
-        if not (self.only_generates or self.only_trains):
-            return ""
-        kind = "generator" if self.only_generates else "trainer"
-        return f"{self.world_size} {kind}{'s' * (self.world_size > 1)}: "
-
     def changed(
         self, cfg: TrainingConfig, world_size: int, *, only_generates: bool = False
     ) -> "Workload":
@@ -197,28 +189,24 @@ class Workload:
         return Workload(cfg, world_size, *given, only_generates=only_generates)
 
     def choices(self) -> Iterator["Workload"]:
-        """Yield what the run may do: with tokens_per_rank = 0 in few micro-batches first."""
+        """Yield what the run may do: with tokens_per_rank = 0 in few micro-batches first.
+
+        These are of equal size, and hold whole groups, which `exchange` keeps together where it
+        can, or a part of a group.
+        """
         if not self.cfg.tokens_per_rank:
-            for num_answers in self._sizes():
+            samples = self.load.samples
+            num_groups = math.ceil(self.num_on_rank / samples)
+            sizes = {samples * math.ceil(num_groups / n) for n in range(1, num_groups + 1)}
+            part = 1 if self.load.whole_groups else samples
+            while part > 1:
+                part = math.ceil(part / 2)
+                sizes.add(part)
+            for num_answers in sorted(sizes, reverse=True):
                 other = copy.copy(self)
                 other._take(min(num_answers, self.num_on_rank))
                 yield other
         yield self
-
-    def _sizes(self) -> list[int]:
-        """Return how many answers micro-batches of equal size may hold, the most first.
-
-        They are those of whole groups, which `exchange` keeps together where it can, or of a part
-        of a group.
-        """
-        samples = self.load.samples
-        num_groups = math.ceil(self.num_on_rank / samples)
-        sizes = {samples * math.ceil(num_groups / n) for n in range(1, num_groups + 1)}
-        part = 1 if self.load.whole_groups else samples
-        while part > 1:
-            part = math.ceil(part / 2)
-            sizes.add(part)
-        return sorted(sizes, reverse=True)
 
     @property
     def tokens_per_rank(self) -> int:
@@ -357,12 +345,6 @@ class Engine:
         num = workload.num_in_flight if workload.overlap == "inflight" else workload.num_sequences
         slots = self.slots(workload.load.prompt + workload.load.answer / 2)
         return min(num * self.ranks / workload.world_size, slots)
-
-    def recompute_seconds(self) -> float:
-        """Return the seconds of reading again what was generated so far, under new weights."""
-        load = self.workload.load
-        tokens = self.at_once() * (load.prompt / load.samples + load.answer / 2)
-        return tokens * self.token_seconds
 
     def step_seconds(
         self, running: Any, contexts: Any, larger: Callable[[Any, Any], Any] = max
@@ -576,7 +558,11 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Return whether it fits on these ranks, and with which checkpointing."""
-        who = self.workload.who
+        workload = self.workload
+        who = ""
+        if workload.only_generates or workload.only_trains:
+            kind = "generator" if workload.only_generates else "trainer"
+            who = f"{workload.world_size} {kind}{'s' * (workload.world_size > 1)}: "
         if self.shortage:
             return f"{who}DOES NOT FIT: {self.shortage}"
         how = f" with activation checkpointing {self.checkpointing}" if self.trained else ""
@@ -737,7 +723,10 @@ class GeneratorPlan(Plan):
         """Return the seconds of a step's phases."""
         seconds = {"rollout": self.engine.seconds()}
         if self.workload.recomputes:
-            seconds["recompute"] = self.engine.recompute_seconds()
+            # What was generated so far is read again, under new weights.
+            load = self.workload.load
+            tokens = self.engine.at_once() * (load.prompt / load.samples + load.answer / 2)
+            seconds["recompute"] = tokens * self.engine.token_seconds
         return seconds
 
 
