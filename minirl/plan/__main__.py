@@ -142,13 +142,16 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
     require(num_ranks >= 1, f"{generators} of --gpus {flags.gpus} some must train")
     answer = flags.answer_tokens
     if flags.overlap:
-        from minirl.plan import overlap  # here, because it needs torch, for a second
+        from minirl.plan import overlap, simulation  # here: they need torch, for a second
 
         require(is_rl, "--overlap: only minirl.rl generates")
         assert isinstance(cfg, RLConfig)
-        lengths = overlap.find_lengths(
-            flags.lengths, answer, flags.answer_sigma, cfg.env.max_tokens
-        )
+        lengths: simulation.Lengths
+        if flags.lengths:
+            lengths = simulation.Measured.of_dump(Path(flags.lengths))
+        else:
+            mean = answer or cfg.env.max_tokens / 4
+            lengths = simulation.LogNormal.of_mean(mean, flags.answer_sigma, cfg.env.max_tokens)
         answer = math.ceil(lengths.mean)
     workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, answer)
     check(workload)

@@ -7,7 +7,6 @@ is what `python -m minirl.plan --overlap` prints.
 import dataclasses
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -204,14 +203,6 @@ def compare(
     return Comparison(results, missing)
 
 
-def best_of_each(results: list[Simulated]) -> list[Simulated]:
-    """Return the fastest result of each way and bound of staleness."""
-    kinds: dict[tuple[Way, int], list[Simulated]] = {}
-    for result in results:
-        kinds.setdefault((result.case.way, result.case.max_staleness), []).append(result)
-    return [min(of_kind, key=_seconds) for of_kind in kinds.values()]
-
-
 def table(comparison: Comparison) -> str:
     """Return what `compare` has found, for people."""
     results, reasons = comparison
@@ -232,7 +223,10 @@ def table(comparison: Comparison) -> str:
     lines += ["", "the fastest of each"]
     lines.append("                  idle     steps old    GiB of a GPU")
     lines.append("  seconds  train  draw   mean  most  train  draw")
-    lines += map(_line, best_of_each(results))
+    kinds: dict[tuple[Way, int], list[Simulated]] = {}  # By way and bound of staleness.
+    for result in results:
+        kinds.setdefault((result.case.way, result.case.max_staleness), []).append(result)
+    lines += [_line(min(of_kind, key=_seconds)) for of_kind in kinds.values()]
     limit = min(map(_seconds, results)) / LEAST_GAIN
     fast = [result for result in results if _seconds(result) <= limit]
     fastest = min(fast, key=lambda result: (result.outcome.staleness, _seconds(result)))
@@ -279,17 +273,3 @@ def _assumptions(job: Job) -> str:
         f"training takes {job.train_seconds + job.update_seconds:.1f} s and a refit "
         f"{job.refit_seconds:.2f} s. No evaluation, no checkpoint, no failures, engines alike."
     )
-
-
-def find_lengths(folder: str, mean: float, sigma: float, longest: float) -> Lengths:
-    """Return the distribution that flags ask for.
-
-    Args:
-        folder: dumped rollouts; empty: there are none, and the others count.
-        mean: tokens of an average answer; 0: a quarter of the longest.
-        sigma: standard deviation of the logarithm of lengths.
-        longest: tokens at which answers are cut.
-    """
-    if folder:
-        return simulation.Measured.of_dump(Path(folder))
-    return simulation.LogNormal.of_mean(mean or longest / 4, sigma, longest)

@@ -287,7 +287,12 @@ class Engines:
         now, ends = self._ends_of_round(runs, contexts, until, most)
         order = np.flatnonzero(ends <= now)
         order = order[np.argsort(ends[order])]
-        tickets, times = self._finishing(answers["ticket"][order], ends[order])
+        # A group finishes with its last answer, which is the first from the end.
+        ending = answers["ticket"][order]
+        found, from_behind, counts = np.unique(ending[::-1], return_index=True, return_counts=True)
+        last = np.sort(len(ending) - 1 - from_behind[counts == self._num_left[found]])
+        tickets = ending[last]
+        times = ends[order][last]
         if enough_at:
             now = min(now, enough_at(tickets, times))
             order = order[ends[order] <= now]
@@ -331,21 +336,6 @@ class Engines:
         """
         began = self.now + self._stall[self.answers["engine"]]
         return np.clip((now - began) / (ends - began), 0.0, 1.0)
-
-    def _finishing(self, tickets: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the groups that finish with such answers, and when.
-
-        Args:
-            tickets: int64 [N], those of answers that end.
-            times: float64 [N], when, the earliest first.
-
-        Returns:
-            Tickets and times of the groups, the earliest first.
-        """
-        # The last answer of each group is the first from the end.
-        found, from_behind, counts = np.unique(tickets[::-1], return_index=True, return_counts=True)
-        last = np.sort(len(tickets) - 1 - from_behind[counts == self._num_left[found]])
-        return tickets[last], times[last]
 
     def _pass(self, until: float, busy_until: np.ndarray | float) -> None:
         """Let time pass, in which engines have answers to draw until then."""
