@@ -88,16 +88,6 @@ def find_sender(
     return holders[(receiver - first_receiver) * len(holders) // num_receivers]
 
 
-def make_grids(regions: dict[str, tuple[Region, ...]]) -> dict[str, Grid]:
-    """Return the grid of each weight; weights that are sharded alike share one.
-
-    Args:
-        regions: what the shard of each rank is, by the name of the weight.
-    """
-    grids = {of_ranks: Grid(of_ranks) for of_ranks in dict.fromkeys(regions.values())}
-    return {name: grids[of_ranks] for name, of_ranks in regions.items()}
-
-
 # --------------------------------------------------------------------------------------------------
 # which weights travel together
 
@@ -109,30 +99,6 @@ class Kind(NamedTuple):
     wanted: tuple[tuple[Wanted, ...], ...]  # What each class of engines wants of one weight.
     dtype: torch.dtype  # Dtype in the engines, and on the wire.
     names: list[str]
-
-
-def find_kinds(grids: dict[str, Grid], wanted: list[dict[str, list[Wanted]]]) -> list[Kind]:
-    """Return the kinds of weights, in an order that is the same on all ranks.
-
-    Args:
-        grids: the grid of each weight. Weights that are sharded alike share one.
-        wanted: what the engines of each class want, by the name of the weight.
-
-    Raises:
-        NotImplementedError: parts of one weight are wanted in more than one dtype.
-    """
-    kinds: dict[tuple, Kind] = {}
-    for name, grid in grids.items():
-        by_class = tuple(tuple(wanted_by_name.get(name, ())) for wanted_by_name in wanted)
-        # A router's correction may be wider than the other weights.
-        dtypes = {part.dtype for part in itertools.chain(*by_class)}
-        if not dtypes:
-            continue  # The engines have no place for it, and need none.
-        if len(dtypes) > 1:
-            raise NotImplementedError(f"the engine keeps parts of {name} in more than one dtype")
-        kind = kinds.setdefault((id(grid), by_class), Kind(grid, by_class, dtypes.pop(), []))
-        kind.names.append(name)
-    return list(kinds.values())
 
 
 def cut(kind: Kind, limit: int) -> tuple[list[Region], int]:
@@ -241,7 +207,19 @@ class Planner:
         self.world_size = len(class_of)
         self.first_receiver = first_receiver
         self.bucket_bytes = bucket_bytes
-        self.kinds = find_kinds(grids, wanted)
+        kinds: dict[tuple, Kind] = {}
+        for name, grid in grids.items():
+            by_class = tuple(tuple(wanted_by_name.get(name, ())) for wanted_by_name in wanted)
+            # A router's correction may be wider than the other weights.
+            dtypes = {part.dtype for part in itertools.chain(*by_class)}
+            if not dtypes:
+                continue  # The engines have no place for it, and need none.
+            if len(dtypes) > 1:
+                message = f"the engine keeps parts of {name} in more than one dtype"
+                raise NotImplementedError(message)
+            kind = kinds.setdefault((id(grid), by_class), Kind(grid, by_class, dtypes.pop(), []))
+            kind.names.append(name)
+        self.kinds = list(kinds.values())
 
     def plan(self) -> list[Bucket]:
         """Return what to do, bucket by bucket."""

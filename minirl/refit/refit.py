@@ -24,11 +24,10 @@ from minirl.engine.engine import RolloutEngine
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region, regions_of_ranks
-from minirl.refit.plan import Bucket, Copy, Planner, check_nothing_lost, make_grids
+from minirl.refit.plan import Bucket, Copy, Grid, Planner, check_nothing_lost
 from minirl.refit.record import (
     EnginePart,
     compare_with_oracle,
-    full_gather,
     record_loader,
     wanted_by_name,
 )
@@ -130,9 +129,11 @@ class Refit:
         self.first_receiver = 0
         if mesh.side != "both":  # The first ranks only send.
             self.first_receiver = len(next(iter(about.regions.values())))
+        # Weights that are sharded alike share a grid.
+        grids = {of_ranks: Grid(of_ranks) for of_ranks in dict.fromkeys(about.regions.values())}
         planner = Planner(
             self.world.rank,
-            make_grids(about.regions),
+            {name: grids[of_ranks] for name, of_ranks in about.regions.items()},
             wanted,
             class_of,
             cfg.bucket_mb * 2**20,
@@ -195,10 +196,6 @@ class Refit:
             flight = self._sending.pop(0)
             flight.work.wait()
             num_bytes -= flight.send_buffer.nbytes
-
-    def full_gather(self) -> None:
-        """Move the current weights the obvious way, by `record.full_gather`. Collective."""
-        full_gather(self)
 
     def _start(self, bucket: Bucket, shards: list[Tensor]) -> _InFlight:
         """Pack a bucket, in the dtype of the wire, and begin its collective."""
