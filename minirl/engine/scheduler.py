@@ -167,7 +167,15 @@ class DecodeScheduler(Scheduler):
         for output in outputs[0].outputs if outputs else ():
             request = self.requests.get(output.request_id)
             if request and self._decodes_only(request):
-                self._decodes[output.request_id] = self._decode_of(request)
+                params = request.sampling_params
+                state = self.states[request.request_id]
+                self._decodes[output.request_id] = Decode(
+                    request,
+                    stops=frozenset([*(params.stop_token_ids or ()), params.eos_token_id]),
+                    limit=min(request.num_prompt_tokens + request.max_tokens, self.max_model_len),
+                    tokens=state.detokenizer.token_ids,
+                    logprobs=state.logprobs_processor.logprobs,
+                )
         return outputs
 
     def _record(
@@ -220,14 +228,6 @@ class DecodeScheduler(Scheduler):
             and request.request_id in self.states
             and not self.has_mamba_layers  # Their states move between blocks in any step.
         )
-
-    def _decode_of(self, request: Request) -> Decode:
-        params = request.sampling_params
-        stops = frozenset([*(params.stop_token_ids or ()), params.eos_token_id])
-        limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        state = self.states[request.request_id]
-        tokens = state.detokenizer.token_ids
-        return Decode(request, stops, limit, tokens, state.logprobs_processor.logprobs)
 
     def _free_blocks(self, request: Request) -> None:
         """Forget a request that has ended, or was aborted."""
