@@ -671,20 +671,17 @@ class Generators(BaseTrainer):
             numbers, seconds = self.measures()
         messages = []
         for trainer in range(num_trainers):
-
-            def part_of(trajectories: list[Trajectory], trainer: int = trainer) -> list[Trajectory]:
-                return [t for t in trajectories if t.group % num_trainers == trainer]
-
             part = None
             rows = {}
             if rollout:
-                part = replace(rollout, trajectories=part_of(rollout.trajectories))
+                theirs = [t for t in rollout.trajectories if t.group % num_trainers == trainer]
+                part = replace(rollout, trajectories=theirs)
                 if self.curriculum:
-                    rows = {t.group: self.curriculum[t.group] for t in part.trajectories}
-            evaluations = [
-                evaluation._replace(trajectories=part_of(evaluation.trajectories))
-                for evaluation in self.evaluations
-            ]
+                    rows = {t.group: self.curriculum[t.group] for t in theirs}
+            evaluations = []
+            for evaluation in self.evaluations:
+                theirs = [t for t in evaluation.trajectories if t.group % num_trainers == trainer]
+                evaluations.append(evaluation._replace(trajectories=theirs))
             delivery = Delivery(part, rows, evaluations, numbers, seconds)
             messages.append(pickle.dumps(delivery, pickle.HIGHEST_PROTOCOL))
         world.all_to_all(messages + [b""] * self.mesh.world_size)

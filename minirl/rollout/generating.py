@@ -35,17 +35,14 @@ class GeneratingSampler(Sampler):
     def collect(self, prompts: Prompts, *args: Any, **options: Any) -> list[Trajectory] | None:
         """Run episodes as `Sampler.collect` does; the groups of training pause meanwhile."""
         if self.begun and not self.pauses:
-            self._pause_training()
+            # The requests of training leave the engine until its next run.
+            if self.engine.is_leader:
+                none: Iterator[Group] = iter(())
+                finished = self.engine_loop.run(self.training.run(none, 0, lambda versions: True))
+                self.training.groups |= {group.ticket: group for group in finished}
+            else:
+                self.engine_loop.run(None)
         return super().collect(prompts, *args, **options)
-
-    def _pause_training(self) -> None:
-        """Let the requests of training leave the engine until its next run. Collective."""
-        if not self.engine.is_leader:
-            self.engine_loop.run(None)
-            return
-        none: Iterator[Group] = iter(())
-        finished = self.engine_loop.run(self.training.run(none, 0, lambda versions: True))
-        self.training.groups |= {group.ticket: group for group in finished}
 
     def run_on(self, first: int, sampling: Sampling, is_called: Callable[[], bool]) -> int:
         """Go on with groups of the next steps until this rank is called. Collective.
