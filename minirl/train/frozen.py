@@ -3,9 +3,7 @@
 Both run on the mesh of the trainer, and are awake only while they compute.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,21 +46,15 @@ class Reference:
         """Return how `pack` lays out micro-batches for the reference."""
         return (self.model or self.policy).layout
 
-    @contextlib.contextmanager
-    def awake(self) -> Iterator[Policy]:
-        """Yield the model that computes as the reference does inside the block."""
-        if self.model is None:
-            with self.policy.without_adapters():
-                yield self.policy
-            return
-        self.model.sleeper.wake_parameters()
-        yield self.model
-        self.model.sleeper.sleep_parameters()
-
     def annotate(self, minibatches: list[Minibatch]) -> None:
         """Set `ref_logprobs` of every micro-batch. Collective."""
-        with self.awake() as model:
-            model.annotate(minibatches, "ref_logprobs")
+        if self.model is None:
+            with self.policy.without_adapters():
+                self.policy.annotate(minibatches, "ref_logprobs")
+            return
+        self.model.sleeper.wake_parameters()
+        self.model.annotate(minibatches, "ref_logprobs")
+        self.model.sleeper.sleep_parameters()
 
 
 class RewardModel:
