@@ -121,11 +121,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def never_run(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that no forward uses, so that they are never gathered either."""
-    return [module for name, module in model.named_modules() if name in NEVER_RUN]
-
-
 def build_model(
     cfg: PolicyConfig,
     folder: Path,
@@ -162,7 +157,9 @@ def build_model(
     model.routing = routing.install(model, cfg, mesh.tensor.size())
     if trainable:
         _choose_trained(model, cfg, adapter_dtype, score=score)
-    for module in never_run(model):
+    # Sharded by themselves, as no forward uses them, they are never gathered either.
+    never_run = [module for name, module in model.named_modules() if name in NEVER_RUN]
+    for module in never_run:
         module.requires_grad_(False)
     if cfg.activation_checkpointing in ("selective", "full"):
         # Nothing in a layer is random.
@@ -192,7 +189,7 @@ def build_model(
         tensor.apply(model, tp, (model._tp_plan or {}) | family.plan)
     sharding.shard(
         model,
-        [*never_run(model), *layers(model)],
+        [*never_run, *layers(model)],
         mesh.fsdp,
         compute_dtype=compute_dtype,
         reduce_dtype=adapter_dtype,
