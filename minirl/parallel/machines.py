@@ -23,7 +23,7 @@ from minirl.base.oversight import Oversight
 from minirl.config.policy import ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.parallel.mesh import ExpertMesh, Mesh, World
-from minirl.parallel.sides import enter_side, side_of
+from minirl.parallel.sides import enter_side
 from minirl.types.packed import Context
 
 # Options of mallopt, from glibc's malloc.h.
@@ -159,8 +159,8 @@ def arrange(
     whole: World | None = None
     side: Literal["both", "trainers", "generators"] = "both"
     if parallel.generators:
-        whole, side = world, side_of(world.rank, num_trainers)
-        enter_side(world, num_trainers, timeout)
+        side = enter_side(world, num_trainers, timeout)
+        whole = world
         world = make_world(world.device, timeout, world.watch)
     if side == "generators":
         parallel = ParallelConfig()

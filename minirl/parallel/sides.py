@@ -24,12 +24,7 @@ LOOK = timedelta(seconds=5)  # A rank that waits for the other side tries again 
 LOOKS_A_SECOND = 2000  # At the store, of all ranks together.
 
 
-def side_of(rank: int, num_trainers: int) -> Side:
-    """Return the side of a rank: the last ranks of a world generate."""
-    return "trainers" if rank < num_trainers else "generators"
-
-
-def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> None:
+def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> Side:
     """Make the ranks of this rank's side its default process group. Collective.
 
     The groups of `world` stay what they are. RANK and WORLD_SIZE become the side's, because vLLM
@@ -39,10 +34,14 @@ def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> No
         world: all ranks.
         num_trainers: how many of them train, the first ones.
         timeout: how long a collective of the side waits.
+
+    Returns:
+        This rank's side.
     """
-    side = side_of(world.rank, num_trainers)
+    side: Side = "trainers"
     rank, size = world.rank, num_trainers
-    if side == "generators":
+    if world.rank >= num_trainers:
+        side = "generators"
         rank, size = world.rank - num_trainers, world.world_size - num_trainers
     # torch has a public way to make the first default group only.
     group, _ = c10d._new_process_group_helper(
@@ -58,6 +57,7 @@ def enter_side(world: World, num_trainers: int, timeout: timedelta | None) -> No
     c10d._update_default_pg(group)
     world.watch.beats = True
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    return side
 
 
 def seconds_between_looks(num_ranks: int) -> float:
