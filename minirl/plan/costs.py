@@ -229,30 +229,26 @@ class Training:
         of_layer = whole + split / self.tensor
         return {kind: of_layer, "experts": of_experts, "delta net": of_net / self.tensor}
 
-    def _merged(self, layer: Layer) -> float:
-        """Return the bytes of a layer's largest matrix while its adapter is added to it."""
-        largest = 0.0
+    def _inside(self, layer: Layer) -> tuple[float, float]:
+        """Return the bytes alive inside a layer in forward and in backward, but for what it keeps.
+
+        In both its largest matrix is among them, while its adapter is added to it.
+        """
+        off = self.kept(layer, "off")
+        merged = 0.0
         for m in layer.matrices:
             copies = 2 if m.packed else m.rank > 0  # If packed, it is restored, too.
-            largest = max(largest, copies * m.numel / self._over(m) * self.element)
-        return largest
-
-    def _in_forward(self, layer: Layer) -> float:
-        """Return the bytes alive inside a layer in forward, but for what it keeps."""
+            merged = max(merged, copies * m.numel / self._over(m) * self.element)
         # What experts return, masked, and in the order of tokens; what a delta net makes.
         made = 2 * self.model.hidden * layer.experts_of_token / self.experts_over
-        made += 1.5 * self.kept(layer, "off")["delta net"]
-        return made * self.rows * self.element + self._merged(layer)
-
-    def _in_backward(self, layer: Layer) -> float:
-        """Return the bytes alive inside a layer in backward, but for what it has kept."""
-        off = self.kept(layer, "off")
+        made += 1.5 * off["delta net"]
         # All that it keeps without checkpointing, and gradients of the widest product.
         again = sum(off.values()) + 0.5 * off["delta net"]
         again -= sum(self.kept(layer, self.checkpointing).values())
         if not layer.experts:
             again += self.model.hidden + layer.feed_forward / self.tensor
-        return again * self.rows * self.element + self._merged(layer)
+        rows = self.rows * self.element
+        return made * rows + merged, again * rows + merged
 
     def _restored(self) -> float:
         """Return the bytes that the optimizer makes: stored state, or Muon's products."""
@@ -275,11 +271,15 @@ class Training:
         rows = self.rows * element
         kept = 0.0
         trained = 0.0  # Elements of a gathered layer that have gradients, at most.
+        in_forward = 0.0
+        in_backward = 0.0
         for layer, num in model.layers.items():
             kept += num * sum(self.kept(layer, self.checkpointing).values()) * rows
+            forward, backward = self._inside(layer)
+            in_forward = max(in_forward, forward)
+            in_backward = max(in_backward, backward)
             here = sum((m.numel * m.trained + m.adapter) / self._over(m) for m in layer.matrices)
             trained = max(trained, here)
-        in_forward = max(map(self._in_forward, model.layers))
         chunk = model.hidden * self.rows * WIDE  # Of a score head: its wide hidden states.
         if self.head:  # A chunk of logits.
             of_row = model.vocabulary / self.tensor * WIDE
@@ -308,7 +308,6 @@ class Training:
         in_layer = (gathered, held + in_forward, 0.0, gradient)
         phases["forward"] = peak(in_layer, (rest, held + in_loss, chunk, gradient))
         held -= hidden
-        in_backward = max(map(self._in_backward, model.layers))
         # Gradients to be reduced are float32. That of the embedding is dense.
         wide = 0 if self.keeps_whole and gradient else WIDE
         root = sum(m.numel for m in model.root if m.trained) / self.tensor
