@@ -96,7 +96,7 @@ class EngineLoop:
         active_episodes: episodes that are at work and not waiting for a completion.
         has_endpoint: requests come over HTTP, too; nobody counts who is at work there.
         may_step: False: do not step the engine any more in this run.
-        discarded_tokens: tokens that were sampled and thrown away, since `take_discarded`.
+        discarded_tokens: tokens that were sampled and thrown away; who counts them sets it to 0.
         watch: ends the run when the loop stands still.
     """
 
@@ -177,12 +177,6 @@ class EngineLoop:
         """Note that an active episode has ended, or waits for a completion."""
         self.active_episodes -= 1
         self._news.set()
-
-    def take_discarded(self) -> int:
-        """Return the number of tokens that were thrown away since the last call."""
-        num_tokens = self.discarded_tokens
-        self.discarded_tokens = 0
-        return num_tokens
 
     # ----------------------------------------------------------------------------------------------
     # for those who run a rollout

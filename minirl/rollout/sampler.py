@@ -471,9 +471,10 @@ class Sampler:
             sum(len(t.tokens) > 0 for t in trajectories),
             sum(t.info["answer_tokens"] for t in trajectories if t.segment == 0),
             len(self.runner.troubles),
-            self.engine_loop.take_discarded(),
+            self.engine_loop.discarded_tokens,
             sum(group.num_sampled() for group in self.training.groups.values()),
         )
+        self.engine_loop.discarded_tokens = 0
         totals = self.mesh.sums(torch.tensor(numbers)).tolist()
         num_trajectories, num_tokens, num_troubles, discarded, unfinished = totals
         trouble = ""
