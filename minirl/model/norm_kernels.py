@@ -7,7 +7,6 @@ a device can hold, and a program reads several narrow rows at once.
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -116,7 +115,11 @@ class RMSNorm(torch.autograd.Function):
         """Return the normed rows of x [..., D]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         num_rows, num_columns = rows.shape
-        ctx.sizes = _sizes(num_columns)
+        # The tile of a program, both powers of two, and its warps.
+        columns_of_tile = triton.next_power_of_2(num_columns)
+        rows_of_tile = max(1, TILE // columns_of_tile)
+        num_warps = min(16, max(4, columns_of_tile * rows_of_tile // 512))
+        ctx.sizes = {"ROWS": rows_of_tile, "COLUMNS": columns_of_tile, "num_warps": num_warps}
         ctx.rest = offset, wide
         y = torch.empty_like(rows)
         scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -146,11 +149,3 @@ class RMSNorm(torch.autograd.Function):
             **ctx.sizes,
         )
         return grad_x.view(grad.shape), parts.sum(0).to(weight.dtype), None, None, None
-
-
-def _sizes(num_columns: int) -> dict[str, Any]:
-    """Return the tile of a program, both powers of two, and its warps."""
-    columns = triton.next_power_of_2(num_columns)
-    rows = max(1, TILE // columns)
-    num_warps = min(16, max(4, columns * rows // 512))
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
