@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -76,40 +76,35 @@ CONTENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """Let imports of OpenRLHF's modules find stand-ins inside the block, if it is not installed."""
-    if "openrlhf" in sys.modules or find_spec("openrlhf"):
-        yield
-        return
-    for name, contents in CONTENTS.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        # An import of something else shows it in its error.
-        module.__file__ = "minirl's stand-in; install openrlhf, or do without it in this file"
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            vars(sys.modules[parent])[child] = module
-    try:
-        yield
-    finally:
-        for name in CONTENTS:
-            del sys.modules[name]
-
-
-# --------------------------------------------------------------------------------------------------
-# rewards
-
-
 def load_from_file(setting: str, file: str, name: str) -> Callable:
     """Return what an OpenRLHF file calls `name`.
+
+    Its imports of OpenRLHF's modules find stand-ins if that is not installed.
 
     Raises:
         UserError: if the file does not import or has nothing of that name.
     """
-    with stand_ins():
-        return find_function(setting, f"{file}:{name}", {})
+    place = f"{file}:{name}"
+    if "openrlhf" in sys.modules or find_spec("openrlhf"):
+        return find_function(setting, place, {})
+    for module_name, contents in CONTENTS.items():
+        module = ModuleType(module_name)
+        vars(module).update(contents)
+        # An import of something else shows it in its error.
+        module.__file__ = "minirl's stand-in; install openrlhf, or do without it in this file"
+        sys.modules[module_name] = module
+        parent, _, child = module_name.rpartition(".")
+        if parent:
+            vars(sys.modules[parent])[child] = module
+    try:
+        return find_function(setting, place, {})
+    finally:
+        for module_name in CONTENTS:
+            del sys.modules[module_name]
+
+
+# --------------------------------------------------------------------------------------------------
+# rewards
 
 
 class OpenRLHFReward(AdaptedReward):
