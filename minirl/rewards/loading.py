@@ -163,16 +163,9 @@ def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> 
         if event == "call" and frame.f_code is cast(Any, signal.signal).__code__:
             uses_signals = True
 
-    def call_it() -> None:
-        # An error of it may be caught by the function, which would then return 0 for all answers.
-        sys.setprofile(look)
-        try:
-            rewards.grade_in_time(function, name, [made_up])
-        finally:
-            sys.setprofile(None)
-
-    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread:
-        failure = thread.submit(call_it).exception()
+    # Seen from outside: the function may catch the error, and would then return 0 for all answers.
+    with ThreadPoolExecutor(1, "reward", initializer=sys.setprofile, initargs=(look,)) as thread:
+        failure = thread.submit(rewards.grade_in_time, function, name, [made_up]).exception()
     if uses_signals or needs_main_thread(failure):
         return True
     if failure:
