@@ -120,19 +120,6 @@ class Run:
                 defaults = parse_yaml(to_yaml(dataclasses.asdict(config())), "defaults")
         return {"values": flatten(parse_yaml(text, str(path))), "defaults": flatten(defaults)}
 
-    def metrics(self, place: str) -> dict[str, Any]:
-        """Return the rows of metrics.jsonl after a place; "" is the beginning."""
-        return read_lines(self.path / "metrics.jsonl", place)._asdict()
-
-    def all_lines(self, name: str) -> list[dict[str, Any]]:
-        """Return all rows of a file of the folder.
-
-        Args:
-            name: `metrics.jsonl`, or `answers.jsonl`, which has the answers to held-out prompts, an
-                object for each evaluation.
-        """
-        return read_lines(self.path / name, "").rows
-
     def groups(self, query: Query) -> dict[str, Any]:
         """Return a page of groups, and histograms of those of all pages."""
         self.table.refresh()
@@ -151,7 +138,7 @@ class Run:
         return self.table.group(step, group)
 
 
-def read_lines(path: Path, place: str) -> Lines:
+def read_lines(path: Path, place: str = "") -> Lines:
     """Return the whole lines of a file after a place, parsed.
 
     Args:
@@ -210,8 +197,10 @@ def routes(runs: list[Run]) -> list[Route]:
     """Return what can be asked for: the files of the page, and data of a run as JSON."""
     finders: dict[str, Callable[[Run, dict[str, str]], Any]] = {
         "/api/runs": lambda run, given: [run.describe() for run in runs],
-        "/api/metrics": lambda run, given: run.metrics(given.get("place", "")),
-        "/api/answers": lambda run, given: run.all_lines("answers.jsonl"),
+        "/api/metrics": lambda run, given: read_lines(
+            run.path / "metrics.jsonl", given.get("place", "")
+        )._asdict(),
+        "/api/answers": lambda run, given: read_lines(run.path / "answers.jsonl").rows,
         "/api/settings": lambda run, given: run.settings(),
         "/api/groups": lambda run, given: run.groups(parse_query(given)),
         "/api/group": lambda run, given: run.group(
@@ -281,8 +270,8 @@ def export(runs: list[Run], path: Path, share: float | None) -> tuple[int, int]:
             {
                 "about": about,
                 "settings": run.settings(),
-                "metrics": run.all_lines("metrics.jsonl"),
-                "answers": run.all_lines("answers.jsonl"),
+                "metrics": read_lines(run.path / "metrics.jsonl").rows,
+                "answers": read_lines(run.path / "answers.jsonl").rows,
                 "groups": found,
                 "histograms": run.table.histograms(groups),
             }
