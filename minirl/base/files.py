@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from minirl.base.errors import UserError, require
@@ -56,17 +56,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sync_files(folder: Path) -> None:
-    """Bring the files of a folder, which others have written and closed, to the disk."""
-    for path in folder.iterdir():
+def sync_files(paths: Iterable[Path]) -> None:
+    """Bring files, which other libraries have written and closed, to the disk; folders are not."""
+    for path in paths:
         if path.is_file():
-            sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file, which another library has written and closed, to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:

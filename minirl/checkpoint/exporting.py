@@ -26,7 +26,6 @@ from minirl.base.files import (
     publish_folder,
     remove,
     require_written,
-    sync_file,
     sync_files,
 )
 from minirl.data.tokenizer import filling_token_id, stop_token_ids
@@ -139,10 +138,10 @@ def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader)
             save_file(weights, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # What it makes of an OSError.
             raise OSError(str(error)) from error
-        sync_file(folder / file)
+        sync_files([folder / file])
     if rank == 0:
         write_companions(plan, folder)
-        sync_files(folder)
+        sync_files(folder.iterdir())
 
 
 def write_companions(plan: FolderPlan, folder: Path) -> None:

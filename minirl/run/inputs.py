@@ -526,7 +526,7 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, mesh: World) -> None:
     def write() -> None:
         remove(unfinished)
         scratch.make_model(cfg.policy.scratch, unfinished, max_len=longest(cfg), seed=cfg.seed)
-        sync_files(unfinished)
+        sync_files(unfinished.iterdir())
         publish_folder(folder)
 
     with errors_of_all(mesh):
