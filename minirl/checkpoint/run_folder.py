@@ -60,39 +60,37 @@ def hold(output: Path) -> None:
     """
     if output in _held:
         return
+    path = output / LOCK
     try:
         if not os.path.lexists(output):
             output.mkdir(parents=True)
             _made.add(output)
-        _held[output] = _open_locked(output)
+        while output not in _held:
+            require(
+                not path.is_symlink(),
+                f"{path} is a symbolic link, and the run would overwrite what it points to; "
+                "remove it",
+            )
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            if not _lock(descriptor, output):
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                os.close(descriptor)
+                raise UserError(
+                    f"output = {output} is in use by another run "
+                    f"({holder or 'it does not say which'}); wait for its end or end it, or name "
+                    "another folder with --output"
+                )
+            if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
+                os.close(descriptor)
+                continue  # who had the lock has removed the file meanwhile
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            _held[output] = descriptor
     except OSError as error:
         raise UserError(
             f"output = {output} cannot be written to: {error}; make room there, or choose another "
             "folder"
         ) from error
-
-
-def _open_locked(output: Path) -> int:
-    """Return the descriptor that holds the lock. Raises UserError and OSError."""
-    path = output / LOCK
-    require(
-        not path.is_symlink(),
-        f"{path} is a symbolic link, and the run would overwrite what it points to; remove it",
-    )
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    if not _lock(descriptor, output):
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise UserError(
-            f"output = {output} is in use by another run ({holder or 'it does not say which'}); "
-            "wait for its end or end it, or name another folder with --output"
-        )
-    if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
-        os.close(descriptor)
-        return _open_locked(output)  # who had the lock has removed the file meanwhile
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return descriptor
 
 
 def _lock(descriptor: int, output: Path) -> bool:
