@@ -311,12 +311,12 @@ def host_memory() -> dict[str, float]:
     return {"host_gib/rank": in_process / 2**30, "host_gib/machine": used / 2**20}
 
 
+@dataclass
 class Health:
     """Counts the steps in a row with each symptom. All ranks see the same metrics."""
 
-    def __init__(self, cfg: DebugConfig):
-        self.cfg = cfg
-        self.num_steps: dict[str, int] = {}  # In a row, by symptom.
+    cfg: DebugConfig
+    num_steps: dict[str, int] = field(default_factory=dict)  # In a row, by symptom.
 
     def check(self, step: int, metrics: Metrics) -> list[str]:
         """Return messages about symptoms that have now lasted for debug.collapse_steps.
