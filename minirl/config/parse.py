@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import functools
 import io
-import itertools
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import pydantic
 
 from minirl.base.errors import DONE, UserError, require
 from minirl.base.reading import is_file, is_unicode, read_text
-from minirl.config.values import BOOLEANS, parse_yaml, read_word, write_word
+from minirl.config.values import BOOLEANS, parse_yaml, read_word
 
 # Where the recipes are: a link to configs/ in a clone, a copy of it in a wheel.
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -148,8 +147,12 @@ def _registry() -> Any:
         return {name: read_word(word) for name, word in zip(words[::2], words[1::2], strict=True)}
 
     def write(values: dict[str, Any]) -> list[str]:
-        pairs = [(name, write_word(value)) for name, value in values.items()]
-        return list(itertools.chain.from_iterable(pairs))
+        words = []
+        for name, value in values.items():
+            # Words that `read` reads back equal: JSON where a text would be read as something else.
+            is_plain_text = isinstance(value, str) and read_word(value) == value
+            words += [name, value if is_plain_text else json.dumps(value, ensure_ascii=False)]
+        return words
 
     registry = ConstructorRegistry()
 

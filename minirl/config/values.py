@@ -136,12 +136,6 @@ def read_word(word: str) -> Any:
         return word
 
 
-def write_word(value: Any) -> str:
-    """Return a word that `read_word` reads back equal."""
-    is_plain_text = isinstance(value, str) and read_word(value) == value
-    return value if is_plain_text else json.dumps(value, ensure_ascii=False)
-
-
 def read_options(query: str) -> dict[str, Any]:
     """Return the values of `name=value&name=value`. Raises ValueError if it is not of this form."""
     return {name: read_word(word) for name, word in parse_qsl(query, strict_parsing=bool(query))}
