@@ -146,12 +146,15 @@ class Table:
             return {}
         lengths = np.add.reduceat(rows["num_sampled"], begins)
         width = max(1, -(-int(np.ptp(lengths) + 1) // NUM_BARS))  # whole tokens
-        return {
-            "reward": _histogram(rows["reward"][begins], NUM_BARS),
-            "sampled tokens": _histogram(
-                lengths, np.arange(lengths.min(), lengths.max() + width + 1, width)
-            ),
+        bins = np.arange(lengths.min(), lengths.max() + width + 1, width)
+        counted = {
+            "reward": np.histogram(rows["reward"][begins], NUM_BARS),
+            "sampled tokens": np.histogram(lengths, bins),
         }
+        found = {}
+        for name, (counts, edges) in counted.items():
+            found[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+        return found
 
     def group(self, step: int, group: int) -> dict[str, Any]:
         """Return a group with its trajectories. Raises UserError if there is none."""
@@ -233,11 +236,6 @@ class Table:
                 "staleness": staleness,
             },
         }
-
-
-def _histogram(values: np.ndarray, bins: int | np.ndarray) -> dict[str, list[float]]:
-    counts, edges = np.histogram(values, bins)
-    return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
 def prompt_text(prompt: Any) -> str:
