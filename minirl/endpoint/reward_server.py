@@ -92,7 +92,12 @@ class Batcher:
             BadRequest: a text cannot be read or scored, or its score is not finite.
         """
         loop = asyncio.get_running_loop()
-        rows = await loop.run_in_executor(self.encoder, self._encode_all, texts)
+        rows = []
+        for number, text in enumerate(texts):
+            try:
+                rows.append(await loop.run_in_executor(self.encoder, self.encode, text))
+            except UserError as error:
+                raise http.BadRequest(f"query {number}: {error}") from error
         mine = _Waiting(rows, loop.create_future())
         self.waiting.append(mine)
         async with self.running:
@@ -105,15 +110,6 @@ class Batcher:
             if not math.isfinite(score):  # another try would not help
                 raise http.BadRequest(f"query {number} was scored {score}", 422)
         return scores
-
-    def _encode_all(self, texts: list[str]) -> list[Trajectory]:
-        rows = []
-        for number, text in enumerate(texts):
-            try:
-                rows.append(self.encode(text))
-            except UserError as error:
-                raise http.BadRequest(f"query {number}: {error}") from error
-        return rows
 
     async def _score_batch(self, batch: list[_Waiting]) -> None:
         """Set the scores of some requests; if their forward fails, those of each alone."""
