@@ -69,11 +69,6 @@ class LoraConfig:
     #: arXiv 2305.14314), 0.52 bytes a weight, and dequantised one at a time when they are used.
     quantization: Quantization = "none"
 
-    @property
-    def scale(self) -> float:
-        """Return the factor of what adapters add."""
-        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
-
 
 @dataclass(kw_only=True)
 class RouterConfig:

@@ -82,7 +82,7 @@ def attach(
         p.requires_grad_(name in trained_whole)
         if name in trained_whole:
             p.data = p.data.to(dtype)
-    adapters = Adapters(cfg.rank, cfg.scale)
+    adapters = Adapters(cfg.rank, cfg.alpha / (cfg.rank**0.5 if cfg.use_rslora else cfg.rank))
     adapted = []
     for name in target_names(model, cfg.targets, f"{setting}.targets"):
         if not any(p.requires_grad for p in model.get_submodule(name).parameters()):
