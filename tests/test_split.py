@@ -89,20 +89,22 @@ class Behind(Trainer):
     next_batch = None
 
     def draw(self, step):
+        batches = []
         with self.generation.awake():
-            if step == 0 or step % self.cfg.eval.every == 0:
+            if step == 0:
+                batches.append(self.draw_batch(0))
+            if step % self.cfg.eval.every == 0:
                 self.evaluate(self.generation, step, "before_rl" if step == 0 else None)
-            first = step * self.cfg.rollout.prompts_per_step
-            batches = []
-            for number in (step, step + 1)[step > 0 :]:
-                if number < self.num_steps:
-                    batch = self.generation.sampler.collect_step(
-                        first + (number - step) * self.cfg.rollout.prompts_per_step,
-                        self.generation.sampling,
-                        version=self.policy.num_updates,
-                    )
-                    batches.append(batch)
+            if step + 1 < self.num_steps:
+                batches.append(self.draw_batch(step + 1))
         return batches
+
+    def draw_batch(self, step):
+        return self.generation.sampler.collect_step(
+            step * self.cfg.rollout.prompts_per_step,
+            self.generation.sampling,
+            version=self.policy.num_updates,
+        )
 
     def collect(self, step):
         batches = [*([self.next_batch] if self.next_batch else []), *self.draw(step)]
