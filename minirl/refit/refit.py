@@ -28,6 +28,7 @@ from minirl.refit.plan import Bucket, Copy, Grid, Planner, check_nothing_lost
 from minirl.refit.record import (
     EnginePart,
     compare_with_oracle,
+    full_gather,
     record_loader,
     wanted_by_name,
 )
@@ -196,6 +197,10 @@ class Refit:
             flight = self._sending.pop(0)
             flight.work.wait()
             num_bytes -= flight.send_buffer.nbytes
+
+    def full_gather(self) -> None:
+        """Move the current weights the obvious way, by `record.full_gather`. Collective."""
+        full_gather(self)
 
     def _start(self, bucket: Bucket, shards: list[Tensor]) -> _InFlight:
         """Pack a bucket, in the dtype of the wire, and begin its collective."""
