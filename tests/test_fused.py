@@ -4,11 +4,14 @@ That every family is the same with their formulas is shown in test_families.py (
 parallelism), that liger's kernels compute the formulas in test_gpu.py, on a GPU.
 """
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +88,21 @@ def test_compiled_formulas_are_the_formulas():
     torch.testing.assert_close(
         compiled.gated(x, x + 1, "silu"), fused.gated_formula(x, x + 1, "silu")
     )
+
+
+def test_every_variant_of_a_formula_is_compiled():
+    """Of a model with norms of layers and of heads, in training, annotation and recomputation."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        compiled = fused.choose("compile", CPU)
+    with torch.compiler.config.patch(fail_on_recompile_limit_hit=True):
+        for shape in ((4, 8), (2, 4, 8), (2, 3, 4, 8)):
+            for x_learns, weight_learns in itertools.product((False, True), repeat=2):
+                x = torch.randn(shape, requires_grad=x_learns)
+                weight = torch.randn(8, requires_grad=weight_learns)
+                for is_on in (False, True):
+                    with torch.set_grad_enabled(is_on):
+                        found = compiled.rms_norm(x, weight, 1e-6, 0.0, False)
+                    assert found.requires_grad == (is_on and (x_learns or weight_learns))
 
 
 def test_norm_kernels_are_the_formula():

@@ -22,6 +22,7 @@ from minirl.model import families, selective
 from minirl.model.families import Fused
 
 Choice = Literal["auto", "torch", "liger", "compile"]
+MOST_VARIANTS = 64  # Of a compiled function.
 
 # The library's module of an activation -> its name here.
 ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu"}
@@ -126,6 +127,10 @@ def choose(wanted: Choice, device: torch.device) -> Kernels | None:
     """
     can_liger = device.type == "cuda" and has_liger()
     if wanted == "compile":
+        # A function has a variant for each number of dimensions, order of strides, need of a
+        # gradient, and mode that it meets. Those beyond torch's limit of 8 would run uncompiled,
+        # and which ones depends on the order in which a run, or a resumed one, meets them.
+        torch.compiler.config.recompile_limit = MOST_VARIANTS
         return Kernels(
             torch.compile(rms_norm_formula, dynamic=True),
             torch.compile(gated_formula, dynamic=True),
