@@ -18,6 +18,7 @@ from transformers import (
     Gemma2Config,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    HunYuanMoEV1Config,
     Qwen2_5_VLConfig,
     Qwen2MoeConfig,
     Qwen3_5TextConfig,
@@ -34,6 +35,7 @@ from minirl.batch.packing import pack
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.validate import resolve_lengths
 from minirl.model import build
+from minirl.model.families import FAMILIES
 from minirl.plan import __main__ as program
 from minirl.plan import cards, costs, overlap, simulation
 from minirl.plan import plan as plans
@@ -80,6 +82,24 @@ def test_parameters_are_those_of_the_library(config):
     real = sum(p.numel() for p in model.parameters())
     reads_images = "vision_config" in config.to_dict()
     assert sizes_of(config).parameters == pytest.approx(real, rel=0.01 if reads_images else 0.0005)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in tiny.READ_IMAGES])
+def test_parameters_of_every_family_are_counted(tmp_path, family):
+    """All matrices; only Cohere's norms have some, too."""
+    values = read_config(str(tiny.make(tmp_path, family)), "policy.model")
+    model = build.make_meta_model(AutoConfig.from_pretrained(tmp_path), torch.float32, score=False)
+    real = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert read_sizes(values).parameters == pytest.approx(real, rel=0.01)
+
+
+def test_numbers_that_a_config_lists_for_each_layer_are_read():
+    """As Hunyuan-A13B's does."""
+    one, each = HunYuanMoEV1Config(num_experts=8, moe_topk=2, head_dim=32), {}
+    for name in ("intermediate_size", "moe_topk"):
+        each[name] = [getattr(one, name)] * one.num_hidden_layers
+    each["moe_intermediate_size"] = each["intermediate_size"]
+    assert read_sizes(one.to_dict() | each).layers == sizes_of(one).layers
 
 
 def test_a_config_that_leaves_out_its_defaults_is_read_by_the_library(tmp_path):

@@ -18,6 +18,9 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.validate import check_model
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_OF_TOKEN = ("top_k_experts", "num_experts_per_tok", "moe_topk")
+# Numbers in whose place a config may have a list, with one for each layer.
+BY_LAYER = ("intermediate_size", "moe_intermediate_size", *EXPERTS_OF_TOKEN)
 # What tensor parallelism divides; of an engine, the heads. Key-value heads may be fewer than ranks,
 # which then hold the same.
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -213,6 +216,9 @@ def read_sizes(
     for number in range(text["num_hidden_layers"]):
         # The library keeps the sizes of layers that are not as the others by their numbers.
         of_layer = dict(text)
+        for key in BY_LAYER:
+            if isinstance(text.get(key), list):
+                of_layer[key] = text[key][number]
         for key, special in (text.get("per_layer_config") or {}).items():
             of_layer |= special if int(key) == number else {}
         kinds: list[str] = text.get("layer_types") or []
@@ -278,9 +284,8 @@ def _feed_forward(text: Mapping[str, Any], number: int) -> Block:
     is_mixture = kinds[number] == "sparse" if kinds else num_experts > 0 and not is_dense
     expert = text.get("moe_intermediate_size") or text["intermediate_size"]
     feed_forward = text.get("intermediate_size") or expert
-    if isinstance(feed_forward, list):
-        feed_forward = feed_forward[number]
-    if is_mixture and not text.get("enable_moe_block"):  # which has both, side by side
+    # Those with `moe_topk` have both, alike; those with `enable_moe_block`, side by side.
+    if is_mixture and not text.get("moe_topk") and not text.get("enable_moe_block"):
         shared = text.get("shared_expert_intermediate_size") or 0
         feed_forward = shared + (text.get("n_shared_experts") or 0) * expert
     num_shared = text.get("num_kv_shared_layers") or 0
@@ -292,16 +297,15 @@ def _feed_forward(text: Mapping[str, Any], number: int) -> Block:
         block = "mlp.shared_expert" if is_mixture else "mlp"
         shapes[f"{block}.up_proj"] = (hidden, feed_forward)
         shapes[f"{block}.down_proj"] = (feed_forward, hidden)
-        # Blocks as those of GPT-2, which end in a dropout, have no gate either.
-        if text.get("hidden_act") not in WITHOUT_GATE and "residual_dropout" not in text:
+        # Models as GPT-2, which begin with a dropout, have no gate either.
+        if text.get("hidden_act") not in WITHOUT_GATE and "embedding_dropout" not in text:
             shapes[f"{block}.gate_proj"] = (hidden, feed_forward)
     if is_mixture:
         shapes["mlp.gate"] = (hidden, num_experts)
         shapes["mlp.experts.gate_up_proj"] = (hidden, 2 * expert, num_experts)
         shapes["mlp.experts.down_proj"] = (expert, hidden, num_experts)
-        of_token = text.get("top_k_experts") or text["num_experts_per_tok"]
-        num = of_token[number] if isinstance(of_token, list) else of_token
-        widths |= {"experts": num_experts, "experts_of_token": num, "expert": expert}
+        of_token = next(text[name] for name in EXPERTS_OF_TOKEN if text.get(name))
+        widths |= {"experts": num_experts, "experts_of_token": of_token, "expert": expert}
     return widths, shapes
 
 
