@@ -23,6 +23,7 @@ TESTS = [
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this CPU runs them as they are")
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="refuses some of them")
 def test_what_once_failed_on_a_laptop():
     command = [sys.executable, "-m", "pytest", "-n", "0", *(f"tests/{test}" for test in TESTS)]
     ended = subprocess.run(
