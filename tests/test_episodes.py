@@ -205,6 +205,9 @@ class Broken(Env):
         self.closed.append(self)
 
 
+CLIENT = openai.OpenAI(base_url="http://session", api_key="session", max_retries=0)
+
+
 class Caller(Agent):
     """A program of its own, which asks twice over HTTP: the second time with what it heard the
     first."""
@@ -212,20 +215,18 @@ class Caller(Agent):
     graded = True
 
     def run(self, row, session):
-        with openai.OpenAI(
-            base_url=session.base_url, api_key=session.api_key, max_retries=0
-        ) as client:
-            chat = [{"role": "user", "content": row["prompt"]}]
-            for _ in range(2):
-                said = (
-                    client.chat.completions.create(model=session.model, messages=chat, max_tokens=7)
-                    .choices[0]
-                    .message.content
-                )
-                chat += [
-                    {"role": "assistant", "content": said},
-                    {"role": "user", "content": "and?"},
-                ]
+        client = CLIENT.with_options(base_url=session.base_url, api_key=session.api_key)
+        chat = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(2):
+            said = (
+                client.chat.completions.create(model=session.model, messages=chat, max_tokens=7)
+                .choices[0]
+                .message.content
+            )
+            chat += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "and?"},
+            ]
         if row["answer"] == "3":
             raise ValueError("three")
         return Result(reward=float(row["answer"]), info={"asked": 2.0, "last": len(said)})

@@ -428,13 +428,13 @@ def test_the_printed_agent_talks_to_its_endpoint(tmp_path, monkeypatch):
         message = SimpleNamespace(content="It is 4.")
         return SimpleNamespace(choices=[SimpleNamespace(message=message)])
 
-    def client(base_url, api_key):
+    def with_options(base_url, api_key):
         asked.update(base_url=base_url, api_key=api_key)
         return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
 
-    monkeypatch.setattr("openai.OpenAI", client)
     file = printed("minirl/endpoint/README.md", "my_agent.py", tmp_path)
     agent = make_env(f"{file}:Mine")()
+    monkeypatch.setattr(sys.modules[type(agent).__module__].CLIENT, "with_options", with_options)
     assert isinstance(agent, Agent)
     session = Session(base_url="http://here/v1", api_key="secret", model="policy")
     result = agent.run({"prompt": "2 + 2?", "answer": "4"}, session)

@@ -205,18 +205,18 @@ class Talk(Env):
             sampling={"max_tokens": 10 if self.is_long else 2},
         )
 
+CLIENT = openai.OpenAI(base_url="http://session", api_key="session", max_retries=0)
+
 class Caller(Agent):
     graded = True
 
     def run(self, row, session):
-        with openai.OpenAI(
-            base_url=session.base_url, api_key=session.api_key, max_retries=0
-        ) as client:
-            chat = [{"role": "user", "content": row["prompt"]}]
-            for _ in range(2):
-                reply = client.chat.completions.create(model=session.model, messages=chat)
-                said = reply.choices[0].message.content
-                chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
+        client = CLIENT.with_options(base_url=session.base_url, api_key=session.api_key)
+        chat = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(2):
+            reply = client.chat.completions.create(model=session.model, messages=chat)
+            said = reply.choices[0].message.content
+            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
         return Result(reward=score(said))
 
 @estimator(by_token=True)
@@ -326,6 +326,9 @@ def test_stream_is_the_colocated_run(folder, tmp_path, name):
     assert len(found) == len(rows)
     for row, other in zip(found, rows, strict=True):
         assert row.pop("phase") == other.pop("phase")
+        # The engine has weights in float32: where those differ by 1e-11, so may a last bit.
+        for name in [name for name in row if name.startswith("mismatch")]:
+            assert row.pop(name) == pytest.approx(other.pop(name), abs=1e-6)
         assert row == pytest.approx(other, rel=1e-6, abs=1e-9)
     if "rollout.dump" in settings:
         assert is_same_table(run.folder, expected.folder)

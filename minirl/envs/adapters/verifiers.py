@@ -38,11 +38,15 @@ class Verifiers(Agent):
     async def run(self, row: dict, session: Session) -> Result:
         """Let the environment run the episode."""
         import verifiers
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         columns = ("prompt", "example_id", "task", "answer", "info")
         row = {name: row[name] for name in columns if row.get(name) is not None}
-        async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
+        # Without certificates, which take 25 ms to read: the endpoint speaks plain HTTP.
+        transport = DefaultAsyncHttpxClient(verify=False)
+        async with AsyncOpenAI(
+            base_url=session.base_url, api_key=session.api_key, http_client=transport
+        ) as openai:
             client = verifiers.OpenAIChatCompletionsClient(openai)
             output = await self.environment.run_rollout(row, client, session.model, {})
         if output["error"] is not None:
