@@ -19,7 +19,7 @@ from minirl.config.validate import check_model
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERTS_OF_TOKEN = ("top_k_experts", "num_experts_per_tok", "moe_topk")
-# Numbers in whose place a config may have a list, with one for each layer.
+# Numbers for which a config may have a list, with one for each layer.
 BY_LAYER = ("intermediate_size", "moe_intermediate_size", *EXPERTS_OF_TOKEN)
 # What tensor parallelism divides; of an engine, the heads. Key-value heads may be fewer than ranks,
 # which then hold the same.
