@@ -1,6 +1,7 @@
 """FSDP2 as minirl uses it: gradients are summed, masters are float32."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -61,11 +62,15 @@ def shard(
     modules = [(module, mesh) for module in (*layers, model)]
     if experts_mesh:
         modules = [*((module, experts_mesh) for module in experts or []), *modules]
+    # Between micro-batches torch looks for gathered gradients of whatever has a dtype to reduce
+    # them in; of what never runs, nothing is ever gathered.
+    frozen_policy = replace(policy, reduce_dtype=None)
     for module, module_mesh in modules:
+        is_trained = any(p.requires_grad for p in module.parameters())
         fully_shard(
             module,
             mesh=module_mesh,
-            mp_policy=policy,
+            mp_policy=policy if is_trained else frozen_policy,
             offload_policy=offload,
             # The root is used at both ends of the forward.
             reshard_after_forward=reshard_after_forward and module is not model,
