@@ -28,6 +28,7 @@ from programs import QUICKSTART, WORDS, fork
 from test_gradients import batches_of, trajectories
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
+IS_OLD = torch.__version__.startswith("2.11.")  # the older pair
 
 
 def spoiled(folder, name, change):
@@ -300,7 +301,11 @@ def test_a_trained_weight_that_the_engine_drops_is_told_by_name(tmp_path, world,
         ("qwen2", {}),
         ("smollm3", {"attention_bias": True, "mlp_bias": True}),
         ("granite", {"attention_bias": True, "mlp_bias": True}),
-        ("seed_oss", {"attention_bias": True, "attention_out_bias": True}),
+        pytest.param(
+            "seed_oss",
+            {"attention_bias": True, "attention_out_bias": True},
+            marks=pytest.mark.skipif(IS_OLD, reason="vLLM 0.26 has no bias behind its attention"),
+        ),
         ("olmo2", {"attention_bias": True}),
     ],
 )
