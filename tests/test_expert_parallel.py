@@ -39,27 +39,30 @@ MESHES = {
     "ep2": (2, ParallelConfig(experts=2)),
     "ep2_efsdp2": (4, ParallelConfig(experts=2)),
     "ep4": (4, ParallelConfig(experts=4)),
-    "ep8": (8, ParallelConfig(experts=8)),
     "hsdp_ep2": (4, ParallelConfig(replicate=2, experts=2)),
     "tp2_ep2": (2, ParallelConfig(tensor=2, experts=2)),
     "tp2_ep4": (4, ParallelConfig(tensor=2, experts=4)),
     "tp4_ep2": (4, ParallelConfig(tensor=4, experts=2)),
     "tp2_sequence_ep2": (4, ParallelConfig(tensor=2, sequence=True, experts=2)),
-    "cp2_ep2": (2, ParallelConfig(context=2, experts=2)),
     "cp2_ep4": (4, ParallelConfig(context=2, experts=4)),
     "ring_ep2": (2, ParallelConfig(context=2, context_engine="ring", experts=2)),
 }
 # By name: a mesh, and settings that change nothing.
 SAME = {
-    "full": ("ep4", {"activation_checkpointing": "full", "accumulate": "sharded"}),
+    "full, offload": (
+        "ep4",
+        {
+            "activation_checkpointing": "full",
+            "accumulate": "sharded",
+            "optimizer_state": "offload",
+        },
+    ),
     "selective": ("ep2", {"activation_checkpointing": "selective"}),
     "keep": ("hsdp_ep2", {"reshard_after_forward": False, "accumulate": "whole"}),
-    "offload": ("ep2", {"optimizer_state": "offload"}),
     "offload_all": ("ep2_efsdp2", {"cpu_offload": True}),
 }
 # By name: a mesh, and settings of other results, which one process has too.
 OTHER = {
-    "adapters": ("ep2_efsdp2", ADAPTERS),
     "adapters of tensor ranks": ("tp2_ep4", ADAPTERS | {"activation_checkpointing": "full"}),
     "muon": ("ep2_efsdp2", MUON),
 }

@@ -67,7 +67,7 @@ def exact_norm(self, x):
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
-def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequence=False):
+def step(mesh, folder, algo, budget, checkpointing, reshard, sequence=False):
     attention_plan.SHORT_PROMPT = 2  # most of the shared prompts here are a block of their own
     for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         norm.forward = exact_norm
@@ -79,29 +79,21 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
         max_grad_norm=0.0,
     )
     policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
-    grads, metrics, num_micro = {}, {}, 0
-    take = policy.optimizer.step
+    grads = {}
 
     def keep_gradients():
         grads.update(whole({n: p.grad for n, p in policy.shards().items()}))
-        take()
 
     policy.optimizer.step = keep_gradients
-    for _ in range(num_steps):
-        own = (
-            trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :]
-            if mesh.world_size == 2
-            else trajectories()[mesh.rank :: mesh.world_size]
-        )
-        (micros,) = (
-            exchange(own, mesh, budget) if budget else [[[t] for t in own]]
-        )  # the oracle: each sequence alone, nothing shared
-        batches = batches_of(micros, policy, 0.7)
-        metrics, num_micro = policy.update(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
-    params = {}
-    if num_steps > 1:
-        params = whole(policy.shards())
-    return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}
+    own = trajectories()[mesh.rank :: mesh.world_size]
+    if mesh.world_size == 2:
+        own = trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :]
+    micros = [[t] for t in own]  # the oracle: each sequence alone, nothing shared
+    if budget:
+        (micros,) = exchange(own, mesh, budget)
+    batches = batches_of(micros, policy, 0.7)
+    metrics = policy.update(batches, losses.policy(algo, 20), lr=1e-3)
+    return {"grads": grads, "metrics": metrics, "num_micro": len(batches)}
 
 
 def worst(a: dict, b: dict) -> float:
@@ -112,8 +104,7 @@ def worst(a: dict, b: dict) -> float:
     ("world", "budget", "checkpointing", "reshard", "aggregation", "tied"),
     [
         (2, 60, False, True, "token", True),
-        (2, 60, True, False, "sequence", False),
-        (4, 40, True, True, "fixed", True),
+        (4, 40, True, False, "fixed", False),
         (1, 100, False, True, "sequence", True),
     ],
 )
@@ -129,25 +120,6 @@ def test_step_equals_one_process(
         assert worst(result["grads"], expected["grads"]) < 1e-12
         for name in ("loss", "grad_norm", "entropy", "mismatch", "mismatch_max"):
             assert result["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-11)
-
-
-def test_weights_after_three_steps_do_not_depend_on_the_split(tmp_path):
-    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
-    (expected,) = ranks(1, step, folder, AlgoConfig(), 0, False, True, 3)
-    assert (
-        worst(
-            ranks(2, step, folder, AlgoConfig(), 60, False, True, 3)[1]["params"],
-            expected["params"],
-        )
-        < 1e-10
-    )
-    assert (
-        worst(
-            ranks(4, step, folder, AlgoConfig(), 120, False, False, 3)[3]["params"],
-            expected["params"],
-        )
-        < 1e-10
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,7 +183,6 @@ def steps(mesh, cases):
             budget,
             checkpointing,
             True,
-            1,
             sequence,
         )
         for folder, budget, checkpointing, sequence in cases
@@ -221,10 +192,13 @@ def steps(mesh, cases):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_is_one_process(expected, mesh):
     """With sequence parallelism on and off, checkpointing on and off, at least 2 accumulation
-    steps."""
+    steps. Two ranks train every model, more ranks one of them, in turn."""
     world, parallel = MESHES[mesh]
     data_size = world // (parallel.tensor * parallel.context)
     chosen = CASES if parallel.tensor > 1 else WITHOUT_TENSOR
+    if world > 2:
+        turn = list(MESHES).index(mesh) % len(chosen)
+        chosen = chosen[turn : turn + 1]
     budget = rows_of_micro(data_size) // parallel.context
     names = [name for name, *_ in chosen]
     cases = [(expected[name][0], budget, *options) for name, *options in chosen]
@@ -302,10 +276,7 @@ def accumulated(tmp_path_factory):
     ("mesh", "modes"),
     [
         ("dp 2", ("sharded", "whole", "auto")),
-        ("tp 2", ("sharded", "whole")),
         ("cp 2, ring", ("sharded", "whole")),
-        ("dp 2 x tp 2", ("sharded", "whole")),
-        ("hsdp 2 x 2", ("sharded", "whole")),
         ("hsdp 2 x 2 x tp 2", ("sharded", "whole")),
     ],
 )
@@ -399,11 +370,8 @@ def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
         history[1]["clip_fraction"] > 0 and history[1]["ref_kl"] > 0
     )  # clipping and reference play a part
     for world, parallel in (
-        (2, ParallelConfig(tensor=2)),
         (2, ParallelConfig(context=2)),
-        (2, ParallelConfig()),
         (4, ParallelConfig(tensor=2, sequence=True)),
-        (2, ParallelConfig(context=2, context_engine="ring")),
     ):
         for got, got_params in ranks(world, grpo, folder, parallel.sequence, parallel=parallel):
             assert worst(got_params, params) < 1e-10
@@ -500,9 +468,7 @@ def test_every_method_has_the_gradient_of_one_process(tmp_path):
     for world, parallel, budget in (
         (1, ParallelConfig(), 120),
         (2, ParallelConfig(), 60),
-        (2, ParallelConfig(context=2), 60),
         (2, ParallelConfig(context=2, context_engine="ring"), 60),
-        (2, ParallelConfig(tensor=2), 120),
     ):
         for result in ranks(world, method_gradients, folder, budget, parallel=parallel):
             for name, wanted in expected.items():

@@ -226,11 +226,10 @@ def take_steps(mesh, folder, budget, parallel, num_steps):
 MESHES = {
     "dp 2": (2, ParallelConfig()),
     "tp 2, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
-    "cp 2": (2, ParallelConfig(context=2)),
     "cp 2, ring": (2, ParallelConfig(context=2, context_engine="ring")),
     "hsdp 2 x tp 2": (4, ParallelConfig(replicate=2, tensor=2)),
 }
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +247,7 @@ def test_every_mesh_is_one_process(one_process, mesh):
     world, parallel = MESHES[mesh]
     budget = 60 // parallel.context
     results = ranks(world, take_steps, folder, budget, parallel, NUM_STEPS, parallel=parallel)
-    assert wanted["num_micro"] == [1, 1, 1] and min(results[0]["num_micro"]) >= 2
+    assert wanted["num_micro"] == [1, 1] and min(results[0]["num_micro"]) >= 2
     assert wanted["metrics"][0]["kl"] > 0 and wanted["metrics"][0]["grad_norm"] > 0
     for result in results:
         assert worst(result["gradients"][0], wanted["gradients"][0]) < 1e-11
@@ -469,11 +468,12 @@ def test_one_message(folder, tmp_path, name):
 
 
 def test_recipe_learns_the_rule_on_held_out_answers(tmp_path):
-    """Less than half of its steps, on fewer words."""
-    words = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=6000&seed=1"
+    """Half of its steps, of half as many shorter words."""
+    words = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=4&size=4000&seed=1"
     recipe = ROOT / "configs" / "kto_spell_backward.yaml"
-    less = ["--num-steps", 80, "--data.train", words, "--eval.every", 0]
-    # Low bits differ between CPUs, and move accuracies by 2 %: with this seed it is about 0.95.
+    less = ["--num-steps", 96, "--batch-size", 64, "--data.train", words, "--eval.every", 0]
+    less += ["--data.held-out", 128]
+    # Low bits differ between CPUs, and move accuracies by 2 %: with this seed it is about 0.94.
     less += ["--seed", 3]
     ranks(2, run, ["--config", recipe, "--output", tmp_path / "out", *less])
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -152,10 +152,7 @@ def refit_program(mesh, a, b, tp, dtype):
     ("world", "tp", "family", "tied", "dtype", "parallel"),
     [
         (1, 1, "qwen2", False, "bfloat16", None),
-        (2, 1, "qwen3", True, "float32", None),
         (2, 2, "qwen2", True, "bfloat16", None),
-        (4, 1, "llama", False, "float32", None),
-        (4, 2, "qwen3", False, "float32", None),
         (4, 2, "qwen2", False, "float32", ParallelConfig(context=2, tensor=2)),
         (4, 4, "llama", True, "float32", ParallelConfig(replicate=2, tensor=2)),
         (4, 2, "qwen3_moe", False, "float32", ParallelConfig(tensor=2)),

@@ -202,18 +202,11 @@ EXACT = {
 }
 
 
-@pytest.fixture(scope="module")
-def exactly_behind(data, tmp_path_factory) -> Done:
-    folder = tmp_path_factory.mktemp("exact")
-    return train(behind_main, 1, settings(data, folder / "behind", **EXACT))
-
-
-@pytest.mark.parametrize(("trainers", "generators", "tensor"), [(2, 1, 1), (2, 2, 2)])
-def test_lockstep_on_more_ranks(data, exactly_behind, tmp_path, trainers, generators, tensor):
-    sizes = EXACT | {"engine.tensor_parallel_size": tensor}
-    flags = settings(data, tmp_path / "split", **sizes)
-    run = train(split.main, trainers + generators, flags, generators)
-    assert difference(run, exactly_behind) < 1e-12
+def test_lockstep_on_more_ranks(data, tmp_path):
+    expected = train(behind_main, 1, settings(data, tmp_path / "behind", **EXACT))
+    flags = settings(data, tmp_path / "split", **EXACT | {"engine.tensor_parallel_size": 2})
+    run = train(split.main, 4, flags, generators=2)
+    assert difference(run, expected) < 1e-12
 
 
 def noting(mesh, flags):
@@ -255,7 +248,6 @@ def test_weights_travel_while_the_next_batch_is_prepared(data, tmp_path):
 # stream
 
 METHODS = {
-    "grpo": {},
     "rloo": {"algo.advantage": "rloo", "algo.aggregation": "sequence"},
     "dr_grpo": {"algo.advantage": "dr_grpo", "algo.aggregation": "fixed"},
     "dapo": {
@@ -288,6 +280,7 @@ def test_stream_has_the_gradients_of_the_colocated_step(data, tmp_path, method):
 @pytest.mark.parametrize(("tickets", "ahead"), [("pull", 0), ("round_robin", 2)])
 def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets, ahead):
     bound = 2
+    num_steps = 6
     # An answer takes longer than a training step, on any machine.
     (tmp_path / "env.py").write_text(SLEEPS)
     changes = {
@@ -300,7 +293,7 @@ def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets, ahe
         "rollout.tickets": tickets,
         "rollout.ahead": ahead,
         "rollout.prompts_per_step": 2,
-        "num_steps": 10,
+        "num_steps": num_steps,
     }
     run = train(split.main, 3, settings(data, tmp_path / "run", **changes), generators=2)
     rows = [row for row in read(run.folder / "metrics.jsonl") if row["phase"] == "rl"]
@@ -309,7 +302,7 @@ def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets, ahe
     assert not summary["discarded_tokens"]
     tickets_trained: Counter[int] = Counter()
     within: set[int] = set()  # Numbers of versions within an answer.
-    for step in range(10):
+    for step in range(num_steps):
         trajectories = []
         for file in (run.folder / "rollouts").glob(f"step-{step}-rank-*.jsonl"):
             trajectories += records.read_file(file)
@@ -320,7 +313,8 @@ def test_inflight_loses_nothing_and_keeps_the_bound(data, tmp_path, tickets, ahe
             assert (np.diff(versions) >= 0).all()
             assert step - bound <= versions.min() and versions.max() <= step
             within.add(len(set(versions.tolist())))
-    assert set(tickets_trained.values()) == {1} and set(tickets_trained) == set(range(20))
+    assert set(tickets_trained.values()) == {1}
+    assert set(tickets_trained) == set(range(2 * num_steps))
     assert max(within) > 1, "no weights have changed under an answer"
 
 
@@ -356,7 +350,7 @@ def test_waiting_environments_and_training_overlap(data, tmp_path):
         "eval.every": 0,
         "rollout.max_tokens": 4,
         "rollout.tickets": "pull",
-        "num_steps": 10,
+        "num_steps": 8,
     }
     colocated = timed(colocated_main, 2, settings(data, tmp_path / "colocated", **changes), 0)
     changes |= {"rollout.overlap": "inflight"}
