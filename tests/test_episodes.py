@@ -393,10 +393,14 @@ def episodes_program(mesh, folder, kinds):
     found, parts = {}, None
     for kind in kinds:
         *parts, sampler, prompts, sampling = set_up(mesh, folder, {"name": kind}, parts=parts)
+        runs = []
         with parts[1].awake(parts[2], parts[0].sleeper):
-            first, again = (
-                sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2)
-            )
+            for _ in range(2):
+                # As each refit leaves it. With AVX2 the last bits of a token depend on how many are
+                # computed with it, and so on those that the cache has.
+                assert parts[1].llm.reset_prefix_cache()
+                runs.append(sampler.collect(prompts, range(9), 2, sampling, version=7))
+        first, again = runs
         texts = [sampler.prompts.tokenizer.decode(t.tokens) for t in first]
         found[kind] = {
             "mismatch": mismatch(parts[0], first),
