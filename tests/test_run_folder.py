@@ -736,6 +736,21 @@ def test_of_two_starts_at_once_one_is_refused(tmp_path):
     assert (output / "scratch/model.safetensors").exists()
 
 
+def test_a_folder_that_another_run_makes_at_the_same_moment_is_locked(tmp_path, monkeypatch):
+    output = tmp_path / "run"
+    make = Path.mkdir
+
+    def make_second(path, **options):
+        make(path, **options)
+        make(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", make_second)
+    with run_folder.released(output):
+        run_folder.hold(output)
+        assert (output / run_folder.LOCK).exists()
+    assert list(output.iterdir()) == []  # The folder is the other run's.
+
+
 # --------------------------------------------------------------------------------------------------
 # settings of a resumed run
 

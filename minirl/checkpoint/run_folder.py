@@ -62,10 +62,11 @@ def hold(output: Path) -> None:
         return
     path = output / LOCK
     try:
-        if not os.path.lexists(output):
-            output.mkdir(parents=True)
-            _made.add(output)
         while output not in _held:
+            # Another run may make it at the same moment, or remove it when it is refused.
+            with contextlib.suppress(FileExistsError):
+                output.mkdir(parents=True)
+                _made.add(output)
             require(
                 not path.is_symlink(),
                 f"{path} is a symbolic link, and the run would overwrite what it points to; "
