@@ -14,6 +14,7 @@ import torch
 from programs import AVX2, ROOT
 
 TESTS = [
+    "test_families.py::test_forward_and_gradients_are_hugging_faces[apertus-one rank]",
     "test_families.py::test_forward_and_gradients_are_hugging_faces[gemma4-one rank]",
     "test_program.py::test_killed_ranks_of_one_engine_leave_no_shared_memory",
     "test_rollout.py::test_ranks_that_are_more_than_cores_do_not_spin",
