@@ -45,6 +45,9 @@ MESHES = {
     "ring": (2, ParallelConfig(context=2, context_engine="ring")),
     "experts": (2, ParallelConfig(experts=2)),
 }
+# The gradient of a number in Apertus' activations is a sum over all their inputs. With seed 0 it
+# nearly cancels, and moves by 7e-6 with the last bits of the weights; with this one by 4e-7.
+SEEDS = {"apertus": 1}
 # (family, mesh): only mixtures have experts to divide.
 CASES = [
     (family, mesh)
@@ -54,10 +57,6 @@ CASES = [
 ]
 
 
-# In float32. An activation of Apertus has a number whose gradient is a sum over all its inputs that
-# nearly cancels: it changes by 7e-6 with the last bits of the weights, where Llama's gradients
-# change by 4e-7. A CPU with AVX2 is off by 2.7e-5.
-GRADIENT_BOUNDS = {"apertus": 5e-5}
 # Tokens of an image see later ones, which may be on another rank.
 NOT_ON_RING = ("gemma3", "gemma4")
 
@@ -260,7 +259,7 @@ def root(tmp_path_factory, chosen):
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         if family in chosen:
-            tiny.make(root / family, family)
+            tiny.make(root / family, family, seed=SEEDS.get(family, 0))
     return root
 
 
@@ -295,7 +294,7 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         # Some models make much of a rounding: Gemma 4's gradients change by 9e-6 with its weights'
         # last bits, Llama's by 4e-7. Then the library is as far from what is right.
         float32 = result["float32"]
-        for what, bound in (("values", 1e-5), ("gradient", GRADIENT_BOUNDS.get(family, 2e-5))):
+        for what, bound in (("values", 1e-5), ("gradient", 2e-5)):
             assert float32[what] < max(bound, 2 * float32["library"][what]), float32
 
 
