@@ -4,14 +4,11 @@
 
 Each side would import torch, transformers and vLLM again."""
 
-import contextlib
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
-
-from harness import end_with_the_forkserver
 
 
 class Side:
@@ -30,8 +27,6 @@ class Side:
 
 
 def _run(words: list[str], env: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # The stage, a fork itself, has closed what it closes.
-        end_with_the_forkserver()
     os.environ.update(env)
     run(words)
 
