@@ -26,11 +26,12 @@ Step 0 begins as in flight.
 
 import functools
 import json
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,13 +41,15 @@ from minirl.base.log import say
 from minirl.base.reading import parse_json, read_text
 from minirl.config.rl import RLConfig
 from minirl.data.order import Curriculum
+from minirl.data.prompts import Prompts
+from minirl.engine.engine import Sampling
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.sides import Meetings
+from minirl.parallel.sides import Meetings, seconds_between_looks
 from minirl.refit.refit import Refit
 from minirl.rl import Generation, Minibatches, Trainer
 from minirl.rollout import records
-from minirl.rollout.generating import GeneratingSampler
-from minirl.rollout.sampler import StepRollout
+from minirl.rollout.pacing import Goal, GroupState
+from minirl.rollout.sampler import Group, Sampler, StepRollout
 from minirl.run import results
 from minirl.run.evaluation import NUM_SHOWN, eval_sampling, score
 from minirl.run.inputs import Inputs, choose_dtype
@@ -58,6 +61,7 @@ from minirl.types.packed import Trajectory
 DRAWN = "drawn"  # Names of a checkpoint's files with the batch of its next step begin so.
 TRAINING = ("prepare", "annotate", "forward", "backward", "optimizer")  # Phases of a step.
 LEAST_GAIN = 0.95  # Of the seconds of a step, for another number of generators to be worth it.
+NUM_PARTS = 8  # Of a step whose groups are handed on as they finish.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,15 +418,14 @@ class LockstepTrainers(Trainers):
         else:
             super().fetch(step, is_last=is_last)
         with self.timer.phase("checkpoint"):
-            self.run.saver.more_files = self.files_of(self.drawn) if self.drawn else {}
-
-    def files_of(self, drawn: StepRollout) -> dict[str, bytes]:
-        """Return a checkpoint's files with a batch, this rank's part, by name."""
-        counts = asdict(replace(drawn, trajectories=[]))
-        others = {"counts": counts, "rows": self.rows, "numbers": self.numbers}
-        name = f"{DRAWN}-{self.mesh.rank}.json"
-        lines = "".join(records.to_lines(drawn.trajectories))
-        return {name: json.dumps(others).encode(), f"{name}l": lines.encode()}
+            files = {}
+            if self.drawn:
+                counts = asdict(replace(self.drawn, trajectories=[]))
+                others = {"counts": counts, "rows": self.rows, "numbers": self.numbers}
+                lines = "".join(records.to_lines(self.drawn.trajectories))
+                name = f"{DRAWN}-{self.mesh.rank}.json"
+                files = {name: json.dumps(others).encode(), f"{name}l": lines.encode()}
+            self.run.saver.more_files = files
 
     def load_drawn(self, checkpoint: Path) -> StepRollout | None:
         """Return the batch in a checkpoint; None: a run of another kind has written it."""
@@ -493,6 +496,120 @@ class StreamTrainers(Trainers):
 # those who generate
 
 
+class GeneratingSampler(Sampler):
+    """The sampler of this side, whose engines go on while the trainers train.
+
+    Between two runs, and from one step to the next, unfinished requests stay in the engine, unless
+    the sides are in lockstep. Weights may change in between (`EngineLoop.change_weights`).
+    """
+
+    ahead = 0  # What is drawn of later steps; the loop of the generators sets it.
+    can_stop = False  # The trainers say when.
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.pauses = self.cfg.rollout.overlap == "lockstep"
+        # An engine that has enough waits for the others to see it.
+        self.seconds_between_looks = seconds_between_looks(self.engine.num_replicas)
+
+    def collect(self, prompts: Prompts, *args: Any, **options: Any) -> list[Trajectory] | None:
+        """Run episodes as `Sampler.collect` does; the groups of training pause meanwhile."""
+        if self.begun and not self.pauses:
+            # The requests of training leave the engine until its next run.
+            if self.engine.is_leader:
+                none: Iterator[Group] = iter(())
+                finished = self.engine_loop.run(self.training.run(none, 0, lambda versions: True))
+                self.training.groups |= {group.ticket: group for group in finished}
+            else:
+                self.engine_loop.run(None)
+        return super().collect(prompts, *args, **options)
+
+    def run_on(self, first: int, sampling: Sampling, is_called: Callable[[], bool]) -> int:
+        """Go on with groups of the next steps until this rank is called. Collective.
+
+        Args:
+            first: the first new ticket.
+            sampling: how to sample.
+            is_called: returns whether trainers wait for this side, sooner or later on all ranks.
+
+        Returns:
+            The first ticket that is new afterwards.
+        """
+        tickets, first = self.issue(self.pace().num_new(0, len(self.begun)), first)
+        make_group = self.group_maker(sampling, self.engine_loop.version)
+        num_samples = self.training_config.samples_per_prompt
+        groups = self._run_groups(
+            self.training, make_group, tickets, num_samples, [], is_called=is_called
+        )
+        self.training.groups |= {group.ticket: group for group in groups}
+        self._exchange_states([])
+        self.take_back(tickets, ())
+        return first
+
+    def collect_parts(
+        self,
+        first: int,
+        sampling: Sampling,
+        *,
+        version: int,
+        is_called: Callable[[], bool],
+    ) -> Iterator[StepRollout]:
+        """Yield the groups of a training step in parts, as they finish. Collective.
+
+        All parts together are what `collect_step` returns.
+
+        Args:
+            first: the first new ticket.
+            sampling: how to sample.
+            version: optimizer steps that the weights have seen.
+            is_called: returns whether trainers wait for a part; until then it grows.
+        """
+        cfg = self.training_config
+        self.engine_loop.version = version
+        make_group = self.group_maker(sampling, version)
+        part = math.ceil(cfg.prompts_per_step / NUM_PARTS)
+        num_missing = num_to_issue = cfg.prompts_per_step
+        num_extra = cfg.extra_prompts
+        replaced: dict[int, Group] = {}  # This rank's groups that others replace, by ticket.
+        replaced_states: dict[int, GroupState] = {}  # Those of all ranks.
+        has_trained = False
+        while num_missing:
+            tickets, first = self.issue(num_to_issue, first)
+            num_groups = min(part, num_missing, len(self.begun) + len(tickets))
+            groups = self._run_groups(
+                self.training,
+                make_group,
+                tickets,
+                cfg.samples_per_prompt,
+                [Goal(version, num_groups)],
+                is_called=is_called,
+            )
+            states = self._exchange_states(groups)
+            num_begun = self.take_back(tickets, states)
+            chosen = {t for t, state in states.items() if state.is_varied}
+            num_missing -= len(chosen)
+            num_replaced = min(len(states) - len(chosen), num_extra)
+            num_extra -= num_replaced
+            num_to_issue = len(tickets) - num_begun + num_replaced
+            replaced |= {g.ticket: g for g in groups if g.ticket not in chosen}
+            replaced_states |= {t: s for t, s in states.items() if t not in chosen}
+            if not self.begun and not num_to_issue:  # Some that were replaced fill the step up.
+                filling = sorted(replaced_states)[:num_missing]
+                chosen |= set(filling)
+                groups = [*(g for g in groups if g.ticket not in replaced), *replaced.values()]
+                num_missing = 0
+            rollout = self.rollout_of(
+                groups,
+                chosen,
+                first,
+                is_last=num_missing == 0,
+                must_train=num_missing == 0 and not has_trained,
+            )
+            num_here = sum(len(t.tokens) for t in rollout.trajectories)
+            has_trained |= bool(self.mesh.sums(torch.tensor(num_here)))
+            yield rollout
+
+
 class Generators(BaseTrainer):
     """The side with the engines."""
 
@@ -529,22 +646,23 @@ class Generators(BaseTrainer):
             news = self.receive_weights()
         # By now the trainers have opened the folder.
         self.mesh.watch.record_end = functools.partial(results.record_end, Path(self.cfg.output))
-        overlap: dict[str, Callable[[News], None]] = {
+        overlap: dict[str, Callable[[News], News]] = {
             "lockstep": self.keep_in_step,
             "stream": self.stream,
             "inflight": self.keep_going,
         }
-        overlap[self.cfg.rollout.overlap](news)
+        last = overlap[self.cfg.rollout.overlap](news)
+        self.evaluate(last)
+        if last.delivers:
+            self.deliver(None)
         self.generation.close()
 
-    def leave(self, news: News) -> None:
-        """Do what the last news asks for."""
-        self.evaluate(news)
-        if news.delivers:
-            self.deliver(None)
+    def keep_in_step(self, news: News) -> News:
+        """Draw each batch but the first with the weights of the step before.
 
-    def keep_in_step(self, news: News) -> None:
-        """Draw each batch but the first with the weights of the step before."""
+        Returns:
+            The news after which this side leaves, as the two methods below do.
+        """
         while not news.is_last:
             if news.delivers:
                 self.deliver(self.draw(news) if news.draws else None, ends_step=news.draws)
@@ -552,9 +670,9 @@ class Generators(BaseTrainer):
             if news.step + 1 < self.num_steps:
                 self.deliver(self.draw(news))
             news = self.receive_weights()
-        self.leave(news)
+        return news
 
-    def keep_going(self, news: News) -> None:
+    def keep_going(self, news: News) -> News:
         """Draw what the next steps need, and take weights when they come."""
         step_size = self.cfg.rollout.prompts_per_step
         while not news.is_last:
@@ -568,9 +686,9 @@ class Generators(BaseTrainer):
                     self.next_ticket, self.sampling, self.meetings.is_called
                 )
             news = self.receive_weights()
-        self.leave(news)
+        return news
 
-    def stream(self, news: News) -> None:
+    def stream(self, news: News) -> News:
         """Send the groups of each step as they finish."""
         while not news.is_last:
             if not news.draws:
@@ -594,7 +712,7 @@ class Generators(BaseTrainer):
                 self.deliver(part, ends_step=is_last)
             self.evaluate(news)
             news = self.receive_weights()
-        self.leave(news)
+        return news
 
     # ----------------------------------------------------------------------------------------------
     # the meetings

@@ -32,7 +32,7 @@ EnoughAt = Callable[[np.ndarray, np.ndarray], float]
 
 ROUND = 4  # In a round at most this part of the answers ends,
 ROUND_WITH_QUEUE = 16  # or this, where others wait for their places.
-NUM_PARTS = 8  # Of a step with `stream`, at most, as rollout/generating.py has it.
+NUM_PARTS = 8  # Of a step with `stream`, at most, as split.py has it.
 WARM_UP = 1 / 3  # Share of the steps that are left out of means.
 
 

@@ -193,49 +193,45 @@ class EpisodeRunner:
             self.rewards.score_together(scored)
         trajectories = []
         for e, answer in zip(episodes, answers, strict=True):
-            trajectories += self._trajectories(e, answer)
-        return trajectories
-
-    def _trajectories(self, e: Episode, answer: Answer | None) -> list[Trajectory]:
-        """Return the trajectories of an episode; `answer` is its last answer, if it was scored."""
-        if e.is_dropped:
-            return []
-        columns = {}
-        for name, value in e.row.items():
-            if name not in ("prompt", "rendered_prompt") and value is not None:
-                columns[str(name)] = str(value)[:MOST_CHARACTERS]
-        info = {
-            "prompt": plain(e.row["prompt"]),
-            "row": columns,
-            "completion": e.answer,
-            "source": e.row.get("data_source"),
-            "stopped": e.stopped and not e.truncated,
-            "answer_tokens": e.conversation.num_sampled() + e.conversation.num_guided(),
-            "error": e.error,
-            "refusal": e.refusal,
-        }
-        if self.cfg.name != "single_turn":
-            # The whole text, because the answer to the row need not be in the last completion.
-            info["completion"] = "\n".join(s.text for s in e.conversation.segments)
-            info["last_turn"] = e.answer  # Reward functions get this text.
-            info["env"] = {
-                "turns": e.turn,
-                "truncated": float(e.truncated),
-                "failed": float(bool(e.error)),
-                **e.info,
+            if e.is_dropped:
+                continue
+            columns = {}
+            for name, value in e.row.items():
+                if name not in ("prompt", "rendered_prompt") and value is not None:
+                    columns[str(name)] = str(value)[:MOST_CHARACTERS]
+            info = {
+                "prompt": plain(e.row["prompt"]),
+                "row": columns,
+                "completion": e.answer,
+                "source": e.row.get("data_source"),
+                "stopped": e.stopped and not e.truncated,
+                "answer_tokens": e.conversation.num_sampled() + e.conversation.num_guided(),
+                "error": e.error,
+                "refusal": e.refusal,
             }
-        if e.endpoint:
-            info["endpoint"] = e.endpoint
-        reward = e.reward
-        if answer:
-            reward += self.rewards.total(answer, info)
-        return e.conversation.trajectories(
-            group=e.ticket,
-            episode=e.number,
-            reward=reward,
-            info=info,
-            version=self.engine_loop.version,
-        )
+            if self.cfg.name != "single_turn":
+                # The whole text, because the answer to the row need not be in the last completion.
+                info["completion"] = "\n".join(s.text for s in e.conversation.segments)
+                info["last_turn"] = e.answer  # Reward functions get this text.
+                info["env"] = {
+                    "turns": e.turn,
+                    "truncated": float(e.truncated),
+                    "failed": float(bool(e.error)),
+                    **e.info,
+                }
+            if e.endpoint:
+                info["endpoint"] = e.endpoint
+            reward = e.reward
+            if answer:
+                reward += self.rewards.total(answer, info)
+            trajectories += e.conversation.trajectories(
+                group=e.ticket,
+                episode=e.number,
+                reward=reward,
+                info=info,
+                version=self.engine_loop.version,
+            )
+        return trajectories
 
     # ----------------------------------------------------------------------------------------------
     # a turn
