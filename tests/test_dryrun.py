@@ -42,8 +42,7 @@ WAITS = {
 # The norm of gradients on the host joins the sums on the device.
 NORM_WAITS = {("a copy to the device", "train/policy.py _step < train/policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
-TOWER = "model/images.py _look < model/images.py last_hidden"
-DEEPSTACK = "model/images.py last_hidden < model/causal.py last_hidden"
+TOWER = "model/images.py last_hidden < model/causal.py last_hidden"
 QWEN2_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2,
@@ -53,11 +52,12 @@ QWEN2_VL_WAITS = {
 LOAD_WAITS = {("a copy from the device", "model/routing.py finish < train/policy.py _step"): 1}
 OF_STEP = WAITS | LOAD_WAITS
 # Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
-EXPERT_WAITS = {("numbers", "model/experts.py _visit < model/experts.py forward"): 2 * NUM_LAYERS}
+EXPERT_WAITS = {
+    ("numbers", "model/experts.py forward < model/causal.py last_hidden"): 2 * NUM_LAYERS
+}
 QWEN3_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
-    ("a size that depends on values", TOWER): 2 * 4,
-    ("a size that depends on values", DEEPSTACK): 2 * 2,  # masks of rows
+    ("a size that depends on values", TOWER): 2 * (4 + 2),  # 2: masks of rows, after it
     ("a number", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
     ("a size that depends on values", "train/policy.py _accumulate < train/policy.py update"): 3,

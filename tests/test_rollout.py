@@ -530,7 +530,7 @@ def life_of_an_engine(mesh, a, b, ahead):
     core = engine.llm.llm_engine.engine_core.engine_core
     assert core.async_scheduling == (core.batch_queue is not None) == ahead
     if ahead:  # On CPU an engine does not do so by itself.
-        patches.time_waiting(core.model_executor, engine._note_waiting)
+        patches.time_waiting(core.model_executor, engine._waits.append)
     refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True)
     results = {"precision": torch.backends.cuda.matmul.fp32_precision}
     assert torch.set_float32_matmul_precision.__module__ == "torch"

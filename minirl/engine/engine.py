@@ -138,13 +138,13 @@ class RolloutEngine:
         core = self.llm.llm_engine.engine_core.engine_core
         core.scheduler.states = self.llm.llm_engine.output_processor.request_states
         self._num_steps = 0
-        self._waiting_seconds = 0.0
+        self._waits: list[float] = []  # For the device, in seconds, since `take_counts`.
         # How many tokens `take_unfinished` has reported of each request.
         self._num_reported: dict[str, int] = {}
         # Cached keys are found again only by requests with the same salt.
         self.cache_salt = ""
         if self.on_cuda:
-            patches.time_waiting(core.model_executor, self._note_waiting)
+            patches.time_waiting(core.model_executor, self._waits.append)
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -424,13 +424,11 @@ class RolloutEngine:
             core.resume_scheduler()
         return outputs
 
-    def _note_waiting(self, seconds: float) -> None:
-        self._waiting_seconds += seconds
-
     def take_counts(self) -> tuple[float, float]:
         """Return the steps since the last call, and on CUDA how many seconds they waited for it."""
-        counts = float(self._num_steps), self._waiting_seconds
-        self._num_steps, self._waiting_seconds = 0, 0.0
+        counts = float(self._num_steps), sum(self._waits, 0.0)
+        self._num_steps = 0
+        self._waits.clear()
         return counts
 
     def unfinished(self, request_ids: Collection[str] | None = None) -> Iterator[EngineOutput]:

@@ -182,11 +182,12 @@ class _Product(torch.autograd.Function):
         grad_x = ctx.multiply(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:  # it lies in memory as the weight does
-            outer = _grouped_outer if ctx.multiply is _grouped else _outer_one_by_one
-            if weight.is_contiguous():
-                grad_weight = outer(grad, x, ends)
+            left, right = (grad, x) if weight.is_contiguous() else (x, grad)
+            if ctx.multiply is _grouped:  # One kernel, which leaves out rows of no expert.
+                outer = F.grouped_mm(left.t(), right, offs=ends.int())
             else:
-                grad_weight = outer(x, grad, ends).mT
+                outer = _outer_one_by_one(left, right, ends)
+            grad_weight = outer if weight.is_contiguous() else outer.mT
         return grad_x, grad_weight, None, None
 
 
@@ -196,11 +197,6 @@ def _outer_one_by_one(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     num_rows = sum(sizes)
     pairs = zip(x[:num_rows].split(sizes), y[:num_rows].split(sizes), strict=True)
     return torch.stack([of_x.t() @ of_y for of_x, of_y in pairs])
-
-
-def _grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Do as `_outer_one_by_one` in one kernel, which leaves out rows of no expert."""
-    return F.grouped_mm(x.t(), y, offs=ends.int())
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, mixture)
@@ -242,6 +238,7 @@ def divide_experts(module: Any, mesh: Mesh) -> Forward:
     """
     assert mesh.experts
     axis = mesh.experts.experts
+    group = axis.get_group()
     num_experts = module.num_experts
     module.num_experts = num_experts // axis.size()
     compute = shard_all(module, axis, Layout(Shard(0)))
@@ -253,7 +250,20 @@ def divide_experts(module: Any, mesh: Mesh) -> Forward:
         last = len(hidden) * (number + 1) // num_shares
         share = slice(first, last)
         rows = SortedRows(indices[share], num_experts)
-        results = _visit(compute, rows.gather(hidden[share]), rows.ends, axis.get_group())
+
+        # How many rows leave for each expert of all ranks, and arrive, for [rank, expert here].
+        leaving = rows.ends.diff(prepend=rows.ends.new_zeros(1))
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, leaving, group=group)
+        by_rank = torch.stack([leaving, arriving]).view(2, group.size(), -1).sum(2)
+        own = rows.gather(hidden[share])
+        sent, received = _to_host(by_rank, len(own))
+
+        arrived = AllToAll.apply(own, group, sent, received)
+        experts = torch.arange(module.num_experts, device=arrived.device).repeat(group.size())
+        experts = experts.repeat_interleave(arriving, output_size=len(arrived))
+        results = compute(arrived, experts[:, None], None)
+        results = AllToAll.apply(results, group, received, sent)
         out = rows.combine(results, weights[share]).to(hidden.dtype)
         return F.pad(out, (0, 0, first, len(hidden) - last))
 
@@ -270,26 +280,3 @@ def _to_host(by_rank: Tensor, num_rows: int) -> list[list[int]]:
     sent, received = by_rank.tolist()
     assert sum(sent) == num_rows, "a token has an expert number above the number of experts"
     return [sent, received]
-
-
-def _visit(compute: Forward, rows: Tensor, ends: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return what the experts of all ranks make of rows.
-
-    Args:
-        compute: the forward of this rank's experts.
-        rows: [N, H], sorted by expert.
-        ends: int64 [all experts]: where the rows of each expert end.
-        group: the ranks that divide the experts.
-    """
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    arriving = torch.empty_like(counts)  # For [rank, expert of this one].
-    dist.all_to_all_single(arriving, counts, group=group)
-    both = torch.stack([counts, arriving])
-    by_rank = both.view(2, group.size(), -1).sum(2)
-    sent, received = _to_host(by_rank, len(rows))
-
-    rows = AllToAll.apply(rows, group, sent, received)
-    numbers = torch.arange(len(ends) // group.size(), device=rows.device)
-    experts = numbers.repeat(group.size()).repeat_interleave(arriving, output_size=len(rows))
-    results = compute(rows, experts[:, None], None)
-    return AllToAll.apply(results, group, received, sent)

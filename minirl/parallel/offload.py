@@ -84,9 +84,3 @@ class Sleeper:
         for part in (self._parameters, self._base):
             if part.asleep:
                 part.wake()
-
-    @property
-    def host_bytes(self) -> int:
-        """Return how much host memory it has made."""
-        parts = (self._state, self._parameters, self._base)
-        return sum(part.memory.num_bytes for part in parts)
