@@ -7,4 +7,6 @@ ranks=2
 read -r build _ < .venv/minirl-installed
 if [[ "$build" == cuda* ]]; then ranks=$(nvidia-smi -L | grep -c GPU); fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it, and say so
-exec .venv/bin/torchrun --standalone --nproc-per-node "$ranks" -m minirl.rl --config configs/quickstart_rl.yaml "$@"
+# Without an address, torchrun would wait for ever on a machine whose name nothing resolves.
+exec .venv/bin/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks" \
+    -m minirl.rl --config configs/quickstart_rl.yaml "$@"

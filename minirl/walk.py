@@ -26,6 +26,8 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
     broken = parser.parse_args().broken
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # Else torchrun waits for ever where nothing knows the machine by its name.
+        command += ["--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", "2", "-m", "minirl.walk", *sys.argv[1:]]
         with tempfile.TemporaryDirectory() as folder:  # for all that torchrun would leave
             quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TMPDIR": folder}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run
 
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
@@ -201,6 +202,27 @@ def test_recipes_of_a_wheel_are_found_by_name_from_any_folder(wheel, tmp_path, n
         "5",
         load_config(RLConfig, str(ROOT / "configs" / "quickstart_rl.yaml")).output,
     ], ended.stderr
+
+
+def test_the_quickstart_does_not_ask_for_the_machine_by_its_name(folder):
+    """A laptop's may lead nowhere, and torchrun would wait for ever. It is installed already; a
+    stand-in for torchrun says what it is called with."""
+    programs = folder / "repo" / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    with open(folder / "repo" / "pyproject.toml") as file:
+        sums = subprocess.run(["cksum"], stdin=file, capture_output=True, text=True).stdout
+    (programs.parent / "minirl-installed").write_text(f"cpu {sums}")
+    (programs / "torchrun").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (programs / "torchrun").chmod(0o755)
+    called = subprocess.run(
+        ["bash", "launch/quickstart.sh", "--num-steps", "1"],
+        cwd=folder / "repo",
+        capture_output=True,
+        text=True,
+    )
+    config, _, program = run.config_from_args(run.parse_args(called.stdout.splitlines()))
+    assert config.local_addr == "127.0.0.1" and config.nproc_per_node == 2
+    assert program[program.index("-m") + 1] == "minirl.rl" and program[-2:] == ["--num-steps", "1"]
 
 
 def test_a_recipe_of_a_clone_is_found_from_any_folder_behind_a_file_of_that_name(
