@@ -245,6 +245,20 @@ def test_what_is_wrong_on_one_node_is_one_message(world, case):
     assert not any((node.folder / "mine").exists() for node in world.nodes)
 
 
+def test_two_torchruns_of_one_machine_end_together(world, tmp_path):
+    """As SLURM starts them with a task for each GPU. Ranks that all leave with 0 would look
+    finished to theirs, which would wait for the other one."""
+    flags = world.flags("one machine")
+    reward = "import os\nif os.environ['RANK'] == '3': os._exit(4)\n"
+    (world.folder / "one machine" / "reward.py").write_text(reward)
+    nodes = [Node(f"127.0.0.{i}", tmp_path) for i in (1, 2)]
+    job = Job(nodes, "minirl.rl", [flags, flags], tmp_path / "log")
+    ended = job.end(60)
+    assert ended.code == 1, ended.err
+    (error,) = ended.errors()
+    assert "rank 3" in error and "called os._exit(4)" in error
+
+
 def find_inputs(mesh, folders: list[Path], cases: dict[str, list[str]]) -> dict[str, str]:
     """What is said of each case where a rank has a host name and a working folder of its own."""
     os.chdir(folders[mesh.rank])

@@ -48,7 +48,7 @@ _exit = os._exit  # Python's. From `Watch.listen` on `os._exit` is `Watch._refus
 
 # Keys of the store.
 STOP = "minirl/stop"  # The rank that got a signal first, which asks for a checkpoint.
-REASON = "minirl/reason"  # Why the run ends: rank, exit code, host and text, in lines.
+REASON = "minirl/reason"  # Why the run ends: rank, exit code, `_launcher` and text, in lines.
 OVER = "minirl/over"  # Set: all ranks leave.
 ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
 LEFT = "minirl/left"  # /RANK is set: the rank has left before that.
@@ -187,7 +187,7 @@ class Watch(Oversight):
         """
         self._ending.acquire()
         text = f"minirl: {printable(message)}"
-        reason = f"{self.rank}\n{code}\n{socket.gethostname()}\n{text}"
+        reason = f"{self.rank}\n{code}\n{_launcher()}\n{text}"
         is_first = self._set_first(REASON, reason) == reason
         if is_first:
             write_error_file(text)
@@ -245,9 +245,10 @@ class Watch(Oversight):
     def _leave_all(self, code: int, *, is_first: bool) -> NoReturn:
         """Let all ranks leave, or wait until another rank lets them, and leave.
 
-        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
-        rank that said why, the others leave with 0. On another machine the first rank has the exit
-        code of the run, and repeats the reason for the report of torchrun there.
+        torchrun's report lists every rank that fails, and one is enough. So of the ranks that the
+        same torchrun started as the one that said why, the others leave with 0. Of another
+        torchrun, mostly on another machine, the first rank has the exit code of the run, and
+        repeats the reason for the report there.
 
         Args:
             code: the exit code of this rank. Another rank's reason has another one.
@@ -264,8 +265,8 @@ class Watch(Oversight):
                 reason = self._read(store, REASON)
                 code = CRASH if reason is None else DONE
                 if reason is not None and os.environ.get("LOCAL_RANK") == "0":
-                    _, number, host, text = reason.split("\n", 3)
-                    if int(number) and host != socket.gethostname():
+                    _, number, launcher, text = reason.split("\n", 3)
+                    if int(number) and launcher != _launcher():
                         write_error_file(text)
                         code = int(number)
             store.set(f"{LEFT}/{self.rank}", "")
@@ -351,6 +352,11 @@ class Watch(Oversight):
             if self._set_first(STOP, str(self.rank)) == str(self.rank):
                 with contextlib.suppress(OSError, ValueError):
                     say(f"{number.name}: the run ends after this step, with a checkpoint")
+
+
+def _launcher() -> str:
+    """Return a name of the torchrun that started this rank, in a line; a host may have several."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
