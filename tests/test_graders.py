@@ -250,7 +250,9 @@ def test_a_worker_has_nothing_of_the_run(monkeypatch):
         assert "torch" not in modules and "cuda" not in modules
     status = Path(f"/proc/{worker.pid}/status").read_text()
     assert "Seccomp:\t2" in status and "NoNewPrivs:\t1" in status
-    assert "CapEff:\t0000000000000000" in status and "CapBnd:\t0000000000000000" in status
+    assert "CapEff:\t0000000000000000" in status
+    # Only root may give up what it could get back, and NoNewPrivs keeps others from getting it.
+    assert "CapBnd:\t0000000000000000" in status or os.geteuid()
     pool.close()
     assert not psutil.wait_procs([template, worker], timeout=30)[1]
 
