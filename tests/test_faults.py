@@ -822,6 +822,7 @@ def test_the_memory_of_a_gpu_is_explained(error, unmapped):
     [
         (OSError(errno.ENOSPC, "No space left on device", "out/x"), "a file cannot be written: "),
         (MemoryError(), "the host's memory is used up"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "nobody reads what it prints any more"),
         (RuntimeError("[pair.cc] Connection closed by peer"), "has lost another rank"),
         (RuntimeError("Timed out waiting 9ms for recv"), "longer than timeout_minutes = 30 for"),
         (RuntimeError("a bug"), None),

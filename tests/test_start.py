@@ -292,6 +292,27 @@ def test_the_quickstart_refuses_a_mistake_on_several_machines_together(monkeypat
     assert stop.value.code == 0 and "".join(capsys.readouterr()) == ""
 
 
+OPEN_STREAMS = """
+import os, sys
+from minirl.supervise.cli import open_streams
+open_streams()
+for number, name in enumerate(("stdin", "stdout", "stderr")):
+    assert vars(sys)[name].fileno() == number and os.readlink(f"/proc/self/fd/{number}")
+print("half a pair: \\ud800", file=sys.stderr)
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-", ""])
+def test_a_program_may_be_started_without_streams(closed, tmp_path):
+    """As some put a job into the background; no file that it writes gets what is printed."""
+    script = f'exec "$@" {closed}'
+    command = ["sh", "-c", script, "sh", sys.executable, "-c", OPEN_STREAMS, tmp_path / "file"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "file").read_text() == ""
+
+
 def test_a_trainer_of_a_file_is_refused_ranks_that_only_generate(monkeypatch):
     """They have trainers of their own, which would run in its place."""
     from minirl.supervise import cli, lifecycle

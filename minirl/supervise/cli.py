@@ -32,6 +32,7 @@ def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str
         split: the name of what is called in its place with parallel.generators; empty: these are
             refused.
     """
+    open_streams()
     cfg = None
     mistake = None
     # All ranks of one machine have the same flags and files, find the same mistakes, and need not
@@ -71,3 +72,15 @@ def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str
                 "that only generate; set it to 0"
             )
     lifecycle.run(config, cfg, mistake, program)
+
+
+def open_streams() -> None:
+    """Open the null device in place of streams that this process was started without (`>&-`).
+
+    Each gets the lowest free number, which is its own. Otherwise the next files that the process
+    opens would get them, and what libraries print would go there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if vars(sys)[name] is None:
+            null = open(os.devnull, mode, errors="backslashreplace")  # noqa: SIM115  # it stays
+            vars(sys)[name] = null

@@ -248,6 +248,12 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             "the file system, or bring the folder back if it was removed or unmounted; a training "
             "run then continues with --resume from its newest checkpoint"
         )
+    if isinstance(error, BrokenPipeError):
+        return (
+            f"{where}: nobody reads what it prints any more ({text}): the program to which its "
+            "output was piped has ended; let that one live, or print to a file. A training run "
+            "then continues with --resume from its newest checkpoint"
+        )
     if isinstance(error, RuntimeError) and any(said in text for said in LATE):
         time.sleep(SECONDS_OF_A_CAUSE)
         stack = "".join(traceback.format_tb(error.__traceback__)[-NUM_FRAMES:])
