@@ -115,13 +115,6 @@ def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
         return None
 
 
-def read_line(part: Part, start: int, num_bytes: int) -> bytes:
-    """Return a line by the columns of `sampled` that say where it is."""
-    with part.lines.open("rb") as file:
-        file.seek(start)
-        return file.read(num_bytes)
-
-
 def read_values(part: Part, start: int, num_tokens: int) -> np.ndarray:
     """Return the values of tokens, float32 [L, 3], by the columns of `trained`."""
     values = np.load(part.values, mmap_mode="r", allow_pickle=False)

@@ -183,7 +183,9 @@ class Table:
 
     def _record(self, row: np.ndarray) -> dict[str, Any]:
         part = index.part_of(self.folder, int(row["step"]), int(row["rank"]))
-        return json.loads(index.read_line(part, int(row["start"]), int(row["num_bytes"])))
+        with part.lines.open("rb") as file:
+            file.seek(int(row["start"]))
+            return json.loads(file.read(int(row["num_bytes"])))
 
     def _trajectory(self, row: np.ndarray) -> dict[str, Any]:
         record = self._record(row)
