@@ -42,7 +42,8 @@ WAITS = {
 # The norm of gradients on the host joins the sums on the device.
 NORM_WAITS = {("a copy to the device", "train/policy.py _step < train/policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
-TOWER = "model/images.py last_hidden < model/causal.py last_hidden"
+TOWER = "model/images.py _look < model/images.py last_hidden"
+DEEPSTACK = "model/images.py last_hidden < model/causal.py last_hidden"
 QWEN2_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2,
@@ -57,7 +58,8 @@ EXPERT_WAITS = {
 }
 QWEN3_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
-    ("a size that depends on values", TOWER): 2 * (4 + 2),  # 2: masks of rows, after it
+    ("a size that depends on values", TOWER): 2 * 4,
+    ("a size that depends on values", DEEPSTACK): 2 * 2,  # masks of rows
     ("a number", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
     ("a size that depends on values", "train/policy.py _accumulate < train/policy.py update"): 3,

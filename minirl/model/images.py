@@ -1,6 +1,6 @@
 """A model that reads images: a tower looks at them, a language model reads what it saw."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,17 +20,7 @@ def last_hidden(
     The tower's outputs for images stand in place of the embeddings of their tokens. Qwen3-VL adds
     more of them after the first layers.
     """
-    # 1. What the tower makes of the images: `pooler_output` is [..., features, H].
-    if images.places is not None:
-        # Not by `get_image_features`, where the host waits for numbers of tokens to split them by.
-        tower = model.model.vision_tower(images.pixels, images.places)
-        tower.pooler_output = model.model.embed_vision(tower.last_hidden_state)
-    elif images.grids is None:
-        tower = model.model.get_image_features(images.pixels)
-    else:
-        tower = model.model.visual(images.pixels, grid_thw=images.grids)
-
-    # 2. The embeddings, with that in place of those of the images' tokens.
+    tower = _look(model, images)
     language_model = model.model.language_model
     embedded = language_model.embed_tokens(batch.inputs[None]).squeeze(0)
     rows = images.rows
@@ -44,7 +34,6 @@ def last_hidden(
     values = seen.index_select(0, features).to(embedded.dtype)
     embedded = embedded.index_copy(0, rows, values)
 
-    # 3. What else the language model of a family takes.
     more: dict = {}
     if "deepstack_features" in tower:
         is_image = embedded.new_zeros(len(embedded), dtype=torch.bool).index_fill(0, rows, True)
@@ -68,3 +57,15 @@ def last_hidden(
         pack=LayerBatch(batch),
         **more,
     ).last_hidden_state
+
+
+def _look(model: "CausalModel", images: ImageBatch) -> Any:
+    """Return what a tower makes of images; `pooler_output` is [..., features, H]."""
+    if images.places is not None:
+        # Not by `get_image_features`, where the host waits for numbers of tokens to split them by.
+        tower = model.model.vision_tower(images.pixels, images.places)
+        tower.pooler_output = model.model.embed_vision(tower.last_hidden_state)
+        return tower
+    if images.grids is None:
+        return model.model.get_image_features(images.pixels)
+    return model.model.visual(images.pixels, grid_thw=images.grids)

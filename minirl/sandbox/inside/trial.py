@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
+from types import ModuleType
 from typing import Any, TextIO
 
 from minirl.sandbox.inside.kernel import end_with_parent
@@ -263,7 +264,7 @@ def needs_program(tree: ast.AST) -> bool:
 def _needs_object(node: ast.AST, called: list[ast.expr]) -> bool:
     match node:
         case ast.Attribute(value=ast.Name(id=module), attr=name) if _is_module(module):
-            value = vars(importlib.import_module(ALIASES.get(module, module))).get(name)
+            value = vars(_import(module)).get(name)
             # An array is a list by value, which is no numpy.ndarray.
             return value is None or (isinstance(value, type) and node not in called)
         case ast.Attribute(attr=name):
@@ -281,6 +282,10 @@ def _needs_object(node: ast.AST, called: list[ast.expr]) -> bool:
 
 def _is_module(name: str) -> bool:
     return ALIASES.get(name, name) in MODULES
+
+
+def _import(name: str) -> ModuleType:
+    return importlib.import_module(ALIASES.get(name, name))
 
 
 def _program_names(tree: ast.AST) -> set[str]:
@@ -322,7 +327,7 @@ def _make_scope(tree: ast.AST, program: TextIO) -> dict[str, Any]:
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id=name)) if _is_module(name):
-                scope[name] = importlib.import_module(ALIASES.get(name, name))
+                scope[name] = _import(name)
     return scope
 
 
