@@ -131,8 +131,9 @@ site_packages() {
 # Compiles all modules, on all cores: the ranks of the first run would each do it.
 compile_installed() {
     echo "minirl: compiling what is installed"
-    # Some packages hold files for other versions of Python, which are no error.
-    .venv/bin/python -m compileall -q -j 0 "$(site_packages)" >/dev/null || true
+    # Some packages hold files for other versions of Python, which are no error, and Python 3.12 warns
+    # of what others write.
+    .venv/bin/python -W ignore -m compileall -q -j 0 "$(site_packages)" >/dev/null || true
 }
 
 # Says what does not fit together in .venv, but for what the CPU build of vLLM does without.

@@ -28,6 +28,7 @@ from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
+from minirl.parallel import machines
 from minirl.parallel.machines import check_same
 from minirl.run.inputs import Inputs, check_output
 from minirl.supervise import lifecycle
@@ -165,7 +166,7 @@ def test_ranks_know_their_node(world, rank_killed):
     assert [fact["GROUP_RANK"] for fact in facts] == [0, 0, 1, 1]
     assert all(fact["LOCAL_WORLD_SIZE"] == 2 and fact["WORLD_SIZE"] == 4 for fact in facts)
     # The cores and the memory of a machine are divided by its own ranks.
-    cores = len(psutil.Process().cpu_affinity())
+    cores = machines.num_cores()
     assert {fact["threads"] for fact in facts} == {max(1, cores // 2)}
     assert "this machine's memory over its 2 ranks" in rank_killed.ended.err
     assert "4 ranks on cpu" in rank_killed.ended.err
@@ -362,6 +363,26 @@ def test_a_look_at_the_output_leaves_nothing(tmp_path):
         assert "choose another folder" in bad
         assert f"output = {tmp_path}/a/b cannot be written to on" in read_only
         assert "(rank 1); every rank writes" in read_only
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ("max 100000", 4),
+        ("800000 100000", 4),
+        ("200000 100000", 2),
+        ("250000 100000", 3),
+        ("50000 100000", 1),
+        (None, 4),
+    ],
+)
+def test_a_container_has_the_cores_of_its_quota(quota, cores, tmp_path):
+    file = tmp_path / "cpu.max"
+    if quota:
+        file.write_text(f"{quota}\n")
+    four = mock.patch.object(os, "sched_getaffinity", return_value=set(range(4)))
+    with four, mock.patch.object(machines, "CPU_QUOTA", file):
+        assert machines.num_cores() == cores
 
 
 def test_a_rank_may_be_the_child_of_a_containers_first_process():

@@ -6,6 +6,7 @@ some ranks while the others wait for them.
 
 import contextlib
 import ctypes
+import math
 import os
 import socket
 import uuid
@@ -29,6 +30,25 @@ from minirl.types.packed import Context
 # Options of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
+
+# A container's quota of CPU time, as Linux's cgroups of version 2 have it: microseconds ("max" if
+# there is none) of a period of so many microseconds.
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_cores() -> int:
+    """Return how many cores this process may keep busy.
+
+    They are those that it may run on, or fewer where its container has a quota (docker run --cpus,
+    limits.cpu of Kubernetes). Threads beyond a quota use it up while they wait for each other.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if not CPU_QUOTA.exists():
+        return cores
+    quota, period = CPU_QUOTA.read_text().split()
+    if quota == "max":
+        return cores
+    return min(cores, math.ceil(int(quota) / int(period)))
 
 
 def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
@@ -83,7 +103,7 @@ def open_world(
         device = torch.device("cpu")
         keep_freed_memory()
         # Share the cores among the ranks of this machine.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node()))
+        torch.set_num_threads(max(1, num_cores() // ranks_of_node()))
         backend = "gloo"
     dist.init_process_group(
         backend,

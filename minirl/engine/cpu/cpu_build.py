@@ -26,6 +26,7 @@ from minirl.engine import compat
 from minirl.engine.cpu import packed
 from minirl.model import delta_net
 from minirl.model.families import convolution
+from minirl.parallel.machines import num_cores
 from minirl.parallel.mesh import Mesh
 
 # Families that the CPU build cannot run, and that nobody would run there: what it lacks.
@@ -236,7 +237,7 @@ def patch_shared_memory(mesh: Mesh) -> None:
     job = by_rank[0][1]
     num_ranks_here = [other for other, _ in by_rank].count(host)
     # vLLM 0.26 does not ask whether its ranks agree.
-    declines = not compat.is_old() and num_ranks_here > len(os.sched_getaffinity(0))
+    declines = not compat.is_old() and num_ranks_here > num_cores()
 
     def make_group_name(communicator: Any) -> str:
         ranks = "-".join(map(str, communicator.ranks))
