@@ -135,6 +135,10 @@ def alone(module: str, flags: list[object], log: Path) -> Running:
     return Running([str(x) for x in [sys.executable, "-m", module, *flags]], log)
 
 
+# The environment of a machine that reaches others by a proxy only. Nothing answers there.
+BEHIND_A_PROXY = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")
+
+
 def fork(
     module: str,
     flags: list[object],

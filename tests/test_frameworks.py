@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from minirl.rollout import records
-from programs import ROOT, fork
+from programs import BEHIND_A_PROXY, ROOT, fork
 from test_readme import printed
 from test_server import TEMPLATE
 
@@ -24,11 +24,8 @@ MUST_PICK = {
     "langchain-openai, `with_structured_output`",
 }
 REFUSED = """
-import os
 import openai
 from minirl.envs import Agent, Result
-
-os.environ["NO_PROXY"] = "127.0.0.1"
 
 
 class Refused(Agent):
@@ -45,7 +42,8 @@ class Refused(Agent):
 
 
 def evaluate(folder, wanted, agent="agent.py:Refused"):
-    """`minirl.evaluate` of an agent that wants these formats, one a row: its end and scores."""
+    """`minirl.evaluate` of an agent that wants these formats, one a row: its end and scores. The
+    machine reaches others by a proxy, which knows nothing of this one."""
     rows = [{"prompt": f"Row {i}.", "wanted": w, "answer": ""} for i, w in enumerate(wanted)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     if agent == "agent.py:Refused":
@@ -64,7 +62,8 @@ def evaluate(folder, wanted, agent="agent.py:Refused"):
         "output": folder / "scores.json",
     }
     arguments = [x for name, value in flags.items() for x in (f"--{name}", value)]
-    ended = fork("minirl.evaluate", arguments, folder / "log", seconds=500)
+    log = folder / "log"
+    ended = fork("minirl.evaluate", arguments, log, seconds=500, env=BEHIND_A_PROXY)
     written = folder / "scores.json"
     return ended, json.loads(written.read_text()) if written.exists() else None
 

@@ -19,7 +19,7 @@ from minirl.config.shared import RewardConfig
 from minirl.rewards import http, loading, scoring
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
-from programs import fork, hold_port
+from programs import BEHIND_A_PROXY, fork, hold_port
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
 
@@ -371,7 +371,7 @@ def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
         "2",
         "--rollout.dump",
     ]
-    ended = fork("minirl.rl", flags, tmp_path / "log")
+    ended = fork("minirl.rl", flags, tmp_path / "log", env=BEHIND_A_PROXY)
     assert ended.code == 0, ended.err
     assert (
         "(4 dropped as too long)" in ended.err

@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import proxy_bypass
 
 import psutil
 import pytest
+from requests.utils import get_environ_proxies
 
 import tiny
 from benchmarks import fits
@@ -20,8 +22,9 @@ from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.supervise.cli import reach_this_machine
 from nodes import Job, Node
-from programs import QUICKSTART, ROOT, Ended, torchrun
+from programs import BEHIND_A_PROXY, QUICKSTART, ROOT, Ended, torchrun
 
 CLASSES = (
     RLConfig,
@@ -311,6 +314,27 @@ def test_a_program_may_be_started_without_streams(closed, tmp_path):
     command = ["sh", "-c", script, "sh", sys.executable, "-c", OPEN_STREAMS, tmp_path / "file"]
     subprocess.run(command, check=True)
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "unproxied"),
+    [
+        ({}, {"127.0.0.1", "localhost", "0.0.0.0"}),
+        ({"NO_PROXY": "a.com"}, {"127.0.0.1", "localhost", "0.0.0.0", "a.com"}),
+        ({"no_proxy": "a.com"}, {"127.0.0.1", "localhost", "0.0.0.0", "a.com"}),
+        ({"NO_PROXY": "*"}, {"127.0.0.1", "localhost", "0.0.0.0", "a.com", "b.com"}),
+    ],
+)
+def test_this_machine_is_reached_past_a_proxy(given, unproxied, monkeypatch):
+    """Also by libraries that read one of the two names first."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (given | BEHIND_A_PROXY).items():
+        monkeypatch.setenv(name, value)
+    reach_this_machine()
+    hosts = ("127.0.0.1", "localhost", "0.0.0.0", "a.com", "b.com")
+    assert {host for host in hosts if proxy_bypass(host)} == unproxied
+    assert {host for host in hosts if not get_environ_proxies(f"http://{host}/")} == unproxied
 
 
 def test_a_trainer_of_a_file_is_refused_ranks_that_only_generate(monkeypatch):

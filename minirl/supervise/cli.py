@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
 
 
+# Names of this machine for its own programs; 0.0.0.0 is how a server's own address may be written.
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+
+
 def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str = "") -> NoReturn:
     """Read the flags, join the other ranks, run the program and leave.
 
@@ -33,6 +37,7 @@ def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str
             refused.
     """
     open_streams()
+    reach_this_machine()
     cfg = None
     mistake = None
     # All ranks of one machine have the same flags and files, find the same mistakes, and need not
@@ -84,3 +89,16 @@ def open_streams() -> None:
         if vars(sys)[name] is None:
             null = open(os.devnull, mode, errors="backslashreplace")  # noqa: SIM115  # it stays
             vars(sys)[name] = null
+
+
+def reach_this_machine() -> None:
+    """Let this process and its children reach servers of this machine past a proxy (HTTP_PROXY).
+
+    They are the endpoint that agents call, and reward functions that are served here. Some
+    libraries read NO_PROXY first and some no_proxy.
+    """
+    given = [os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")]
+    if "*" in given:  # no host by a proxy
+        return
+    hosts = ",".join([*filter(None, given), *THIS_MACHINE])
+    os.environ.update(NO_PROXY=hosts, no_proxy=hosts)
