@@ -435,6 +435,15 @@ class InterruptedEngine:
         return orders
 
 
+def test_runs_of_the_loop_leave_no_timers():
+    """Each would start again in the next run, for ever, and they would become more."""
+    loop = EngineLoop(InterruptedEngine(), repeatable=False, turn_seconds=0.02)
+    for _ in range(3):
+        loop.run(asyncio.sleep(0.02))
+        assert all(timer.cancelled() for timer in loop.loop._scheduled)
+    loop.close()
+
+
 def test_a_request_that_goes_on_in_the_next_rollout_keeps_its_routes():
     loop = EngineLoop(InterruptedEngine(), repeatable=False)
     request = Request(

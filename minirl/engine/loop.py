@@ -125,6 +125,7 @@ class EngineLoop:
         self.step_seconds = step_seconds
         self.turn_seconds = turn_seconds
         self._turn_limit: Any = None  # While the loop runs.
+        self._next_beat: asyncio.Handle  # The same.
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self.active_episodes = 0
@@ -239,18 +240,17 @@ class EngineLoop:
 
         with self.watch.limit(self.turn_seconds, describe) as limit:
             self._turn_limit = limit
-            beat = self.loop.call_soon(self._beat)
+            self._next_beat = self.loop.call_soon(self._beat)
             try:
                 yield
             finally:
-                beat.cancel()
+                self._next_beat.cancel()
                 self._turn_limit = None
 
     def _beat(self) -> None:
         """Note that the loop turns, and do so again soon."""
-        if self._turn_limit:
-            self.watch.renew(self._turn_limit)
-            self.loop.call_later(min(1.0, self.turn_seconds / 4), self._beat)
+        self.watch.renew(self._turn_limit)
+        self._next_beat = self.loop.call_later(min(1.0, self.turn_seconds / 4), self._beat)
 
     async def _drive(self, main: Coroutine, pauses: bool) -> Any:
         self.may_step = True
