@@ -19,6 +19,7 @@
 """
 
 import base64
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ import numpy as np
 
 from minirl.base.errors import UserError, require
 from minirl.base.files import write_whole
-from minirl.base.reading import parse_json, read_text
+from minirl.base.reading import is_file, parse_json, read_text
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
 from minirl.types.packed import ImageSpan, Trajectory
@@ -44,9 +45,6 @@ def write_step(
     appends: bool = False,
 ) -> list[tuple[int, int]]:
     """Write this rank's file of a step; make the folder if it is missing.
-
-    A run with more ranks may have left files of the same step, which are removed: they hold the
-    same groups.
 
     Args:
         trajectories: what to write.
@@ -69,10 +67,6 @@ def write_step(
         return list(index.places(sizes, start))
     part.table.unlink(missing_ok=True)  # another run may have left it
     write_whole(part.lines, "".join(lines))
-    if mesh.rank == 0:
-        for other in index.parts(folder):
-            if other.step == step and other.rank >= mesh.world_size:
-                index.remove(other)
     return list(index.places(sizes))
 
 
@@ -82,7 +76,10 @@ def to_lines(trajectories: list[Trajectory]) -> list[str]:
 
 
 def drop_steps(folder: Path, first: int) -> None:
-    """Remove the files of the steps from `first` on, which a resumed run writes again."""
+    """Remove the files of the steps from `first` on, which a run writes again.
+
+    An earlier run may have had more ranks, whose files hold the same groups.
+    """
     for part in index.parts(folder):
         if part.step >= first:
             index.remove(part)
@@ -177,18 +174,16 @@ def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:
     """
     first = max(0, num_steps - 1) if resume else 0
     for step in range(first, num_steps):
-        _files_of(folder, step)
+        _check_step(folder, step)
 
 
-def _files_of(folder: Path, step: int) -> list[Path]:
-    """Return the files of a step. Raises UserError if there are none."""
-    files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
+def _check_step(folder: Path, step: int) -> None:
+    """Raise UserError if a folder has no file of a step. All its files may be too many to list."""
     require(
-        files,
-        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or give the "
+        is_file(index.part_of(folder, step, rank=0).lines),
+        f"rollout.replay = {folder} has no step-{step}-rank-0.jsonl; lower num_steps, or give the "
         "folder `rollouts` of a run that had rollout.dump",
     )
-    return files
 
 
 def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
@@ -197,9 +192,11 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
     Raises:
         UserError: the folder has no file of this step, or one trajectory twice.
     """
+    _check_step(folder, step)
+    files = (index.part_of(folder, step, rank).lines for rank in itertools.count())
     trajectories: list[Trajectory] = []
     file_of: dict[tuple[int, int, int], Path] = {}
-    for path in _files_of(folder, step):
+    for path in itertools.takewhile(is_file, files):
         for t in read_file(path):
             key = (t.group, t.episode, t.segment)
             if key in file_of:
