@@ -78,7 +78,7 @@ def to_lines(trajectories: list[Trajectory]) -> list[str]:
 def drop_steps(folder: Path, first: int) -> None:
     """Remove the files of the steps from `first` on, which a run writes again.
 
-    An earlier run may have had more ranks, whose files hold the same groups.
+    An earlier run may have had more ranks; their files hold the same groups.
     """
     for part in index.parts(folder):
         if part.step >= first:
