@@ -23,7 +23,6 @@ import contextlib
 import csv
 import dataclasses
 import difflib
-import fcntl
 import hashlib
 import io
 import math
@@ -320,6 +319,7 @@ def decompressed(path: Path, label: str) -> Path:
         UserError: it is damaged or cut off, or the cache of `datasets` has no room.
     """
     import datasets
+    import filelock
     import pyarrow
 
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "minirl"
@@ -330,8 +330,7 @@ def decompressed(path: Path, label: str) -> Path:
         copy = folder / f"{name}{Path(path.stem).suffix}"
         partial = folder / f"{name}.partial"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with filelock.FileLock(folder / f"{name}.lock"):
             if not copy.exists():
                 try:
                     with pyarrow.input_stream(str(path)) as content, partial.open("wb") as file:
