@@ -181,7 +181,7 @@ def _check_step(folder: Path, step: int) -> None:
     """Raise UserError if a folder has no file of a step. All its files may be too many to list."""
     require(
         is_file(index.part_of(folder, step, rank=0).lines),
-        f"rollout.replay = {folder} has no step-{step}-rank-0.jsonl; lower num_steps, or give the "
+        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or give the "
         "folder `rollouts` of a run that had rollout.dump",
     )
 
