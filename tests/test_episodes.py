@@ -850,6 +850,8 @@ def agent_program(mesh, folder, tp, name="Caller"):
     policy, eng, refit, sampler, prompts, sampling = set_up(
         mesh, folder, {"name": name}, tensor_parallel_size=tp
     )
+    # All threads for training are taken, as by agents that wait until an evaluation is over.
+    sampler.runner.threads = asyncio.Semaphore(0)
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
     failures = sampler.runner.troubles

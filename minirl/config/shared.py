@@ -203,7 +203,8 @@ class EnvConfig:
     #: Sampled tokens of an episode. 0: max_turns * rollout.max_tokens. What the environment says
     #: counts in the context (engine.max_model_len), too.
     max_tokens: NonNegativeInt = 0
-    #: Calls of environments that are not `async` and run at once on a rank.
+    #: Calls of environments that are not `async` and run at once on a rank; an evaluation has as
+    #: many of its own.
     threads: PositiveInt = 64
     #: Time limit of a constructor, a `reset` or a `step` (of an agent: of the whole `run`). An
     #: episode fails if one takes longer or raises. What cannot be interrupted, because it is

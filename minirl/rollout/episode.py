@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import inspect
 import json
@@ -124,6 +125,15 @@ class EpisodeRunner:
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.troubles: list[str] = []
+
+    def with_own_threads(self) -> "EpisodeRunner":
+        """Return the same runner with as many threads more, for an evaluation.
+
+        All threads of this one may be those of agents that wait until training continues.
+        """
+        other = copy.copy(self)
+        other.threads = asyncio.Semaphore(self.cfg.threads)
+        return other
 
     async def run(self, e: Episode) -> None:
         """Run an episode to its end.

@@ -287,7 +287,7 @@ class Sampler:
         self.runner.troubles.clear()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
-        scheduler = GroupScheduler(self.runner)
+        scheduler = GroupScheduler(self.runner.with_own_threads())
         groups = self._run_groups(
             scheduler, make_group, tickets, num_samples, goals, pauses=True, can_stop=can_stop
         )
