@@ -125,7 +125,7 @@ class EngineLoop:
         self.step_seconds = step_seconds
         self.turn_seconds = turn_seconds
         self._turn_limit: Any = None  # While the loop runs.
-        self._next_beat: asyncio.Handle  # The same.
+        self._next_beat: asyncio.Handle  # Of `_beat`, while the loop runs.
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self.active_episodes = 0

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minirl.base.errors import UserError, require
-from minirl.parallel.machines import num_cores
+from minirl.parallel.machines import num_cores, ranks_of_node
 from minirl.sandbox import runner
 from minirl.sandbox.inside import grading
 from minirl.sandbox.inside.grading import GRADERS
@@ -202,9 +202,8 @@ class GraderPool:
 @functools.cache
 def pool(package: str) -> GraderPool:
     """Return this process's workers for a package. The first call starts them (seconds)."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     # Two at least: an answer that takes its time must not stop all others.
-    return GraderPool(package, min(16, max(2, num_cores() // num_ranks)), GraderLimits())
+    return GraderPool(package, min(16, max(2, num_cores() // ranks_of_node())), GraderLimits())
 
 
 # A process that is forked from this one must not speak with its workers.

@@ -36,7 +36,7 @@ from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.data import chat
 from minirl.data.prompts import Prompts
-from minirl.parallel.machines import errors_of_all, num_cores
+from minirl.parallel.machines import errors_of_all, num_cores, ranks_of_node
 from minirl.parallel.mesh import World
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, TrainerState
 from minirl.rewards.adapters import foreign_prefix
@@ -117,8 +117,7 @@ def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Worl
     Raises:
         UserError: a function cannot work.
     """
-    cores = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    num_workers = min(num_threads, max(2, cores))
+    num_workers = min(num_threads, max(2, num_cores() // ranks_of_node()))
     for number, (weight, function, name) in enumerate(rewards.weighted):
         if name in REWARDS or isinstance(function, RemoteReward):
             continue
