@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import re
 import sys
 import time
@@ -327,6 +328,22 @@ def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
     assert lines[1].startswith("plan: GiB a rank: activations")
     with pytest.raises(UserError, match=r"Qwen3-32B: 32\.8B parameters on 2 ranks of 64\.0 GiB"):
         announce("Qwen3-32B")
+
+
+@pytest.mark.parametrize("limit", ["max", None])
+def test_a_container_without_a_limit_has_the_memory_of_its_machine(limit, tmp_path, monkeypatch):
+    file = tmp_path / "memory.max"
+    monkeypatch.setattr(plans, "MEMORY_LIMIT", file)
+    if limit:
+        file.write_text(f"{limit}\n")
+    assert plans.host_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
+    file = tmp_path / "memory.max"
+    monkeypatch.setattr(plans, "MEMORY_LIMIT", file)
+    file.write_text(f"{GIB}\n")
+    assert plans.host_memory() == GIB
 
 
 def test_a_program_on_a_gpu_says_memory_and_no_time():

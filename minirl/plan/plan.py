@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minirl.base.errors import require
@@ -48,6 +49,8 @@ EAGER_SECONDS_PER_LAYER = 2e-4  # Of the engine without graphs.
 HOST_SECONDS_PER_LAYER = 3.5e-3  # Of a pass in training, however few its rows are.
 MAP_SECONDS = 2.3e-3  # Of mapping or unmapping a GiB.
 SHORTEST_COLLECTIVE = 2e-5
+# A container's limit of memory in bytes ("max": none), as Linux's cgroups of version 2 have it.
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 TRAINS = ("backward", "optimizer")  # Phases in which a critic is trained.
 
 
@@ -864,8 +867,11 @@ def _on_cpu(engine: Engine) -> Parts:
 
 
 def host_memory() -> int:
-    """Return the memory of this machine in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the memory of this machine in bytes, or its container's (docker run --memory)."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if MEMORY_LIMIT.exists() and (limit := MEMORY_LIMIT.read_text().strip()) != "max":
+        memory = min(memory, int(limit))
+    return memory
 
 
 def check_lower_bound(plan: Plan) -> None:
