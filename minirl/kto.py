@@ -55,10 +55,16 @@ class KTOTrainer(SupervisedTrainer):
         return batches
 
     def name_metrics(self, measured: Metrics) -> Metrics:
-        """Return the metrics with the mean reward of each kind of answers, and their distance."""
+        """Return the metrics with the mean reward of each kind of answers, and their distance.
+
+        Without answers of a kind it has no mean, and there is no distance.
+        """
         metrics = dict(measured)
-        share = metrics.pop("share_desirable")
-        metrics["reward_desirable"] /= max(share, 1e-9)
-        metrics["reward_undesirable"] /= max(1 - share, 1e-9)
-        metrics["margin"] = metrics["reward_desirable"] - metrics["reward_undesirable"]
+        wanted = metrics.pop("share_desirable")
+        for name, share in (("reward_desirable", wanted), ("reward_undesirable", 1 - wanted)):
+            total = metrics.pop(name)
+            if share > 1e-9:
+                metrics[name] = total / share
+        if "reward_desirable" in metrics and "reward_undesirable" in metrics:
+            metrics["margin"] = metrics["reward_desirable"] - metrics["reward_undesirable"]
         return metrics

@@ -242,11 +242,14 @@ class Trainer(BaseTrainer):
         The score of each episode stays in `info["score"]`; the curriculum uses it.
         """
         cfg = self.cfg
-        for t in trajectories:
-            t.info["score"] = t.reward
-            t.info["staleness"] = self.policy.num_updates - t.version
-        # The segments of an episode have the same reward; one of them represents it.
+        # The segments of an episode have the same reward and `info`; one of them represents it.
         episodes = {(t.group, t.episode): t for t in trajectories}
+        oldest = {key: t.version for key, t in episodes.items()}
+        for t in trajectories:
+            key = t.group, t.episode
+            oldest[key] = min(oldest[key], t.version)
+            t.info["score"] = t.reward
+            t.info["staleness"] = self.policy.num_updates - oldest[key]
         if self.curriculum:
             results = [
                 (self.row_of(t.group), t.reward >= cfg.eval.threshold) for t in episodes.values()
@@ -263,7 +266,7 @@ class Trainer(BaseTrainer):
             dtype=torch.float64,
         ).reshape(-1, 3)
         scores, num_tokens, stopped = table.unbind(1)
-        rewards, self.progress.reward_stats = shaping.shape(
+        rewards, scales, self.progress.reward_stats = shaping.shape(
             scores,
             num_tokens,
             stopped.bool(),
@@ -272,9 +275,12 @@ class Trainer(BaseTrainer):
             self.progress.reward_stats,
             self.mesh.sums,
         )
-        reward_of = dict(zip(episodes, rewards.tolist(), strict=True))
+        pairs = torch.stack([rewards, scales], 1).tolist()
+        shaped = dict(zip(episodes, pairs, strict=True))
         for t in trajectories:
-            t.reward = reward_of[t.group, t.episode]
+            t.reward, scale = shaped[t.group, t.episode]
+            if t.turn_rewards is not None:
+                t.turn_rewards = t.turn_rewards * np.float32(scale)
 
     def row_of(self, ticket: int) -> int:
         """Return the row that the curriculum has drawn for a ticket of this step."""
@@ -587,10 +593,11 @@ class Generation:
             policy.sleeper.wake_parameters()
         # The progress of the run, for reward functions of TRL.
         self.state = inputs.rewards.state
-        self.state.max_steps = cfg.num_steps * cfg.algo.updates_per_step
+        updates_per_step = cfg.algo.num_epochs * cfg.algo.updates_per_step
+        self.state.max_steps = inputs.num_steps * updates_per_step
         self.state.is_world_process_zero = mesh.rank == 0
-        num_prompts = len(inputs.prompts.rows)
-        self.state.num_train_epochs = cfg.num_steps * cfg.rollout.prompts_per_step / num_prompts
+        num_drawn = inputs.num_steps * cfg.rollout.prompts_per_step
+        self.state.num_train_epochs = num_drawn / len(inputs.prompts.rows)
         self.sampler = make_sampler(
             self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg, open_endpoint
         )

@@ -390,7 +390,7 @@ def test_policy_loss_with_every_term_equals_its_formula_and_gradient():
         "mismatch_max": abs(old - engine),
         "correction_weight": weight,
         "correction_outside": np.exp(old - engine) > 1.2,
-        "policy_kl": np.exp(old - x) - 1 - (old - x),
+        "policy_kl": np.exp(x - old) - 1 - (x - old),
         "ref_kl": np.exp(d) - 1 - d,
     }
     assert set(metrics) == set(shown)

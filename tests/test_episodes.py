@@ -892,6 +892,7 @@ def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, 
         )
         assert about["row"] == {"answer": str(group)} and about["refusal"] == ""
         assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
+        assert about["error"] or about["stopped"] == text.endswith("<|end|>")
         assert about["error"] or about["env"] == {
             "turns": 2,
             "truncated": 0.0,

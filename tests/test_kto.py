@@ -418,6 +418,20 @@ def flags(folder, output, *more):
     return [x for pair in settings.items() for x in pair] + list(more)
 
 
+@pytest.mark.parametrize(
+    ("share", "desirable", "undesirable", "expected"),
+    [
+        (0.5, 1.0, -0.5, {"reward_desirable": 2.0, "reward_undesirable": -1.0, "margin": 3.0}),
+        (1.0, 1.0, 0.0, {"reward_desirable": 1.0}),
+        (0.0, 0.0, -1.0, {"reward_undesirable": -1.0}),
+    ],
+)
+def test_answers_of_a_kind_that_is_not_there_have_no_mean(share, desirable, undesirable, expected):
+    measured = {"share_desirable": share, "reward_desirable": desirable}
+    measured["reward_undesirable"] = undesirable
+    assert kto.KTOTrainer.name_metrics(None, measured) == expected
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 def test_resumed_run_is_the_uninterrupted_run(folder, tmp_path):
     output, again = tmp_path / "run", tmp_path / "again"

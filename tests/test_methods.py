@@ -2,6 +2,7 @@
 losses, KL, correction, token estimators, shaping."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
-from minirl.config.rl import AlgoConfig, CorrectionConfig
+from minirl.config.rl import AlgoConfig, CorrectionConfig, RLConfig
 from minirl.config.shared import RewardConfig
+from minirl.rl import Trainer
 from minirl.types.packed import Trajectory
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
@@ -767,13 +769,77 @@ def test_shaping_equals_its_formulas():
         shaped(overlong_tokens=4, overlong_penalty=0.5) - rewards, np.array(dapo) / 2, atol=1e-15
     )
     cfg = RewardConfig(unstopped="set", unstopped_value=0.0, overlong_tokens=4, clip=0.4)
-    got, stats = shaping.shape(rewards, lengths, stopped, cfg, 10, [0.0, 0.0, 0.0], lambda v: v)
+    got, _, stats = shaping.shape(rewards, lengths, stopped, cfg, 10, [0.0, 0.0, 0.0], lambda v: v)
     np.testing.assert_allclose(got, [0.4, 0.0, -0.4, -0.4], atol=1e-15)
     assert stats == [0.0, 0.0, 0.0]
     assert (
         shaping.shape(rewards, lengths, stopped, RewardConfig(), 10, stats, lambda v: v)[0]
         is rewards
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        ({}, [1.0, 1.0, 1.0, 1.0]),
+        ({"unstopped": "scale", "unstopped_value": 0.5}, [1.0, 1.0, 0.5, 0.5]),
+        ({"unstopped": "set", "unstopped_value": -1.0}, [1.0, 1.0, 0.0, 0.0]),
+        ({"overlong_tokens": 4}, [1.0, 1.0, 1.0, 1.0]),
+        ({"clip": 2.0}, [0.2, 1.0, 1.0, 0.5]),
+        ({"unstopped": "scale", "unstopped_value": 0.5, "clip": 1.0}, [0.1, 1.0, 0.5, 0.25]),
+    ],
+)
+def test_what_turns_have_earned_is_scaled_with_the_reward(settings, scales):
+    """Else a clip of 1 would leave -9 to the end of an episode whose first turn has earned 10."""
+    rewards = torch.tensor([10.0, 0.0, 2.0, 4.0], dtype=torch.float64)
+    lengths = torch.tensor([4, 8, 9, 10], dtype=torch.float64)
+    stopped = torch.tensor([True, True, False, False])
+    cfg = RewardConfig(**settings)
+    got = shaping.shape(rewards, lengths, stopped, cfg, 10, [0.0, 0.0, 0.0], lambda v: v)[1]
+    assert got.tolist() == scales
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [2.0, 2.0 + 1e-15, 2.0]])
+def test_normalised_turns_have_the_deviation_of_the_rewards(rewards):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    stopped = torch.ones(3, dtype=torch.bool)
+    cfg = RewardConfig(normalize=True)
+    scales = shaping.shape(rewards, rewards, stopped, cfg, 10, [0.0, 0.0, 0.0], lambda v: v)[1]
+    deviation = rewards.std(correction=0).item()
+    expected = 1 / deviation if deviation > 1e-6 else 0.0
+    np.testing.assert_allclose(scales, [expected] * 3, rtol=1e-7)
+
+
+def test_segments_of_an_episode_share_its_age_and_its_scale():
+    """The first one was sampled by weights that are two updates older than the second's."""
+    trajectories = []
+    for segment, version in enumerate((3, 5)):
+        info = trajectories[0].info if segment else {"answer_tokens": 2, "stopped": True}
+        none = np.zeros(1, np.float32)
+        turns = np.array([10.0, 0.0], np.float32) if segment == 0 else none
+        trajectories.append(
+            Trajectory(
+                tokens=np.zeros(2, np.int32),
+                sampled=np.ones(2, bool),
+                logprobs=np.zeros(2, np.float32),
+                reward=10.0,
+                segment=segment,
+                version=version,
+                turn_rewards=turns,
+                info=info,
+            )
+        )
+    trainer = SimpleNamespace(
+        cfg=RLConfig(reward=RewardConfig(clip=1.0)),
+        policy=SimpleNamespace(num_updates=5),
+        progress=SimpleNamespace(reward_stats=[0.0, 0.0, 0.0]),
+        mesh=SimpleNamespace(sums=lambda v: v),
+        curriculum=None,
+    )
+    Trainer.shape(trainer, trajectories)
+    assert [t.info["staleness"] for t in trajectories] == [2, 2]
+    assert [t.reward for t in trajectories] == [1.0, 1.0]
+    assert trajectories[0].turn_rewards.tolist() == [1.0, 0.0]
 
 
 def normalised(mesh, batches):

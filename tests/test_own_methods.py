@@ -209,6 +209,7 @@ WRONG_LOSSES = {
     "gradient 0": ("return logprobs * 0, {}", "the gradient of its loss by logprobs is 0"),
     "raises": ("return cfg.clip, {}", "AttributeError"),
     "leaves": ("raise SystemExit(0)", "SystemExit"),
+    "a name": ("return -logprobs, {'loss': logprobs}", "a step has metrics named loss already"),
 }
 
 

@@ -260,6 +260,16 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
     assert made("exact", weights=[0.5])(ROW, "42", alone) == 0.5 and alone == {}
 
 
+@pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.7, 0.2]])
+def test_what_is_right_by_all_functions_earns_all_of_it(weights, tmp_path):
+    """Or an answer would be below an `eval.threshold` of 1 by a rounding."""
+    names = ("first", "second", "third")
+    functions = [f"def {name}(prompt, completion, row):\n    return 1.0\n" for name in names]
+    (tmp_path / "own.py").write_text("".join(functions))
+    graded = made([f"{tmp_path}/own.py:{name}" for name in names], weights=weights)
+    assert graded(ROW, "42") == 1.0
+
+
 @pytest.mark.parametrize(
     ("function", "weights", "why"),
     [

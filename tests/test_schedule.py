@@ -233,6 +233,55 @@ def test_passes_do_not_depend_on_the_ranks(tmp_path):
                     assert got[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-13)
 
 
+def a_group(mesh, folder, num_trained, num_minibatches):
+    """A step on the answers to so many prompts. Returns its metrics and the weights after it."""
+    LlamaRMSNorm.forward = exact_norm
+    cfg = RLConfig(algo=AlgoConfig(updates_per_step=num_minibatches))
+    policy = Policy(PolicyConfig(dtype="float64", lr=1e-3), folder, mesh)
+    trained = [t for t in trajectories() if t.group < num_trained]
+    minibatches = []
+    for micros in exchange(trained[mesh.rank :: mesh.world_size], mesh, 100, num_minibatches):
+        batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
+        for batch in batches:
+            batch.advantages = batch.turn_rewards
+        minibatches.append(batches)
+    policy.annotate(minibatches, "old_logprobs")
+    loss = losses.policy(cfg.algo, 20)
+    metrics = update_in_passes(policy, minibatches, loss, cfg, step=0, num_steps=2)
+    return metrics, {name: p.full_tensor() for name, p in policy.shards().items()}
+
+
+def test_no_step_is_made_on_what_has_no_tokens(tmp_path):
+    """Neither do its zeros count in the means of the other updates."""
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    ((expected, weights),) = ranks(1, a_group, folder, 1, 1)
+    for world in (1, 2):
+        for metrics, found in ranks(world, a_group, folder, 1, 2):
+            assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            assert worst(found, weights) < 1e-9
+    ((nothing, before),) = ranks(1, a_group, folder, 0, 2)
+    assert nothing == {}
+    assert worst(before, weights) > 1e-4
+
+
+def lowest_ratio(batch, logprobs, entropy):
+    return -logprobs, {"lowest_max": torch.full_like(logprobs.detach(), -4.0)}
+
+
+def largest_of_few(mesh, folder):
+    """A metric that is below 0 everywhere, where one rank has no tokens."""
+    policy = Policy(PolicyConfig(dtype="float64", lr=1e-3), folder, mesh)
+    trained = trajectories()[: 1 - mesh.rank]
+    ((micros),) = exchange(trained, mesh, 100, 1)
+    batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
+    return policy.update(batches, losses.Loss(token_loss=lowest_ratio), 0.0)["lowest_max"]
+
+
+def test_a_maximum_is_of_ranks_with_tokens(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    assert ranks(2, largest_of_few, folder) == [-4.0, -4.0]
+
+
 def run(mesh, given):
     rl.Trainer.main(parse_flags(RLConfig, [str(x) for x in given]), mesh)
 

@@ -649,7 +649,8 @@ def test_a_function_that_refuses_the_made_up_completion_is_taken(file, capsys, n
 
 
 def test_a_run_with_functions_of_trl(file, tmp_path):
-    """Two steps: states, token ids and logs are those of the run."""
+    """Half a pass over 16 prompts is two steps of 2 x 2 updates. States, token ids and logs are
+    those of the run."""
     path = file("""
         import pathlib
 
@@ -668,8 +669,9 @@ def test_a_run_with_functions_of_trl(file, tmp_path):
         "--output": tmp_path / "run",
         "--policy.model": "scratch",
         "--policy.dtype": "float32",
-        "--num-steps": 2,
+        "--num-epochs": 0.5,
         "--algo.updates-per-step": 2,
+        "--algo.num-epochs": 2,
         "--data.train": tmp_path / "rows.jsonl",
         "--data.held-out": 4,
         "--data.max-prompt-tokens": 32,
@@ -693,9 +695,9 @@ def test_a_run_with_functions_of_trl(file, tmp_path):
     assert made_up[:2] == ["0", "1"] and int(made_up[3]) > 40
     assert "score uses signals, which only a main thread handles: 2 processes" in ended.err
     # 4 held-out prompts before and after, and 4 prompts of 2 answers a step.
-    assert [int(line[0]) for line in seen] == [0] * 8 + [2] * 4 + [4] * 4
+    assert [int(line[0]) for line in seen] == [0] * 8 + [4] * 4 + [8] * 4
     assert [int(line[4]) for line in seen] == [1] * 4 + [2] * 8 + [1] * 4
-    assert {line[1] for line in seen} == {"4"} and {int(line[3]) for line in seen} <= set(range(5))
+    assert {line[1] for line in seen} == {"8"} and {int(line[3]) for line in seen} <= set(range(5))
     assert {float(line[2]) for line in seen} == {0.0, 0.25, 0.5}  # of 16 prompts
     metrics = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     dumped = (tmp_path / "run/rollouts/step-0-rank-0.jsonl").read_text().splitlines()

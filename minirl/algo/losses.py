@@ -192,7 +192,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
                 "clip_fraction": (too_low | too_high).float(),
                 "mismatch": mismatch,
                 "mismatch_max": mismatch,
-                "policy_kl": kl(logprobs, old, "k3"),
+                "policy_kl": kl(old, logprobs, "k3"),  # Tokens are drawn by the old policy.
                 **own_metrics,
             }
 

@@ -42,8 +42,14 @@ def normalize(
     delta = batch_mean - mean
     mean += delta * count / new_count
     squares = squares + batch_squares + delta**2 * old_count * count / new_count
-    deviation = (squares / new_count) ** 0.5
-    return (rewards - mean) / (deviation + 1e-8), [new_count, mean, squares]
+    stats = [new_count, mean, squares]
+    return (rewards - mean) / divisor(stats), stats
+
+
+def divisor(stats: list[float]) -> float:
+    """Return what `normalize` divides by: the deviation of all rewards so far + 1e-8."""
+    count, _, squares = stats
+    return (squares / max(1.0, count)) ** 0.5 + 1e-8
 
 
 def shape(
@@ -54,13 +60,16 @@ def shape(
     max_tokens: int,
     stats: list[float],
     sum_over_ranks: Reduce,
-) -> tuple[Tensor, list[float]]:
+) -> tuple[Tensor, Tensor, list[float]]:
     """Apply the shaping that the config asks for. Collective if it normalises.
 
     In this order: answers that did not stop by themselves have their rewards multiplied by
     `unstopped_value` (scale) or replaced by it (set); an answer of L tokens pays
     penalty * clip((L - (max_tokens - cache)) / cache, 0, 1) with cache = `overlong_tokens` (DAPO,
     arXiv 2503.14476, eq. 13, where the penalty is 1); normalisation; clipping.
+
+    What single turns have earned is scaled alike, so that it stays a part of the reward; what is
+    subtracted belongs to the end of the episode.
 
     Args:
         rewards: float64 [N], one for each episode of this rank.
@@ -72,20 +81,27 @@ def shape(
         sum_over_ranks: adds a CPU tensor over all ranks.
 
     Returns:
-        Shaped rewards float64 [N], and the new running statistics.
+        Shaped rewards float64 [N]; what turn rewards are to be multiplied by, float64 [N]; and the
+        new running statistics.
     """
+    scales = torch.ones_like(rewards)
     if cfg.unstopped == "scale":
         rewards = torch.where(stopped, rewards, rewards * cfg.unstopped_value)
+        scales = torch.where(stopped, scales, cfg.unstopped_value)
     elif cfg.unstopped == "set":
         rewards = torch.where(stopped, rewards, cfg.unstopped_value)
+        scales = torch.where(stopped, scales, 0.0)
     if cfg.overlong_tokens:
         excess = lengths - (max_tokens - cfg.overlong_tokens)
         rewards = rewards - cfg.overlong_penalty * (excess / cfg.overlong_tokens).clamp(0, 1)
     if cfg.normalize:
         rewards, stats = normalize(rewards, stats, sum_over_ranks)
+        # Where all rewards so far are equal but for rounding, turns count as little as they do.
+        scales = scales / divisor(stats) if divisor(stats) > 1e-6 else torch.zeros_like(scales)
     if cfg.clip:
+        scales = scales * (cfg.clip / rewards.abs()).clamp(max=1.0)
         rewards = rewards.clamp(-cfg.clip, cfg.clip)
-    return rewards, stats
+    return rewards, scales, stats
 
 
 def mark_high_entropy(batches: list[Packed], share: float, sum_over_ranks: Reduce) -> None:
@@ -100,7 +116,8 @@ def mark_high_entropy(batches: list[Packed], share: float, sum_over_ranks: Reduc
     """
     entropies = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches])
     num_tokens = sum_over_ranks(torch.tensor([len(entropies)])).item()
-    lowest = kth_largest(entropies.numpy(), math.ceil(share * num_tokens), sum_over_ranks)
+    num_marked = math.ceil(share * num_tokens - 1e-9)  # 0.07 * 100 is more than 7
+    lowest = kth_largest(entropies.numpy(), num_marked, sum_over_ranks)
     for batch in batches:
         batch.high_entropy_mask = batch.old_entropy >= lowest
 

@@ -215,10 +215,16 @@ class Saver(contextlib.AbstractContextManager):
         """Take held-out scores of the weights after `step` steps.
 
         They count for the checkpoint of that very step, if it is the newest.
+
+        Raises:
+            UserError: `checkpoint.best_metric` is none of them.
         """
         metric = self.cfg.best_metric
         if not metric or step != self.step:
             return
+        has = ", ".join(scores)
+        missing = f"an evaluation has no score {metric!r}; it has {has}"
+        require(metric in scores, f"checkpoint.best_metric = {metric}: {missing}")
         self.wait()
         value = scores[metric]
         sign = -1 if metric in LOWER_IS_BETTER else 1

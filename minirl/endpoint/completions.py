@@ -598,6 +598,7 @@ class PendingResponse:
         completion = choice.completion()
         segment = conversation.append_prompt(choice.prompt)
         sampled_text = segment.append_completion(completion, conversation.tokenizer)
+        segment.stopped |= choice.stop_string is not None
         calls = choice.calls_to_send()
         message: JSONObject = {"role": "assistant", "content": choice.text, "tool_calls": calls}
         self.session.sampled_texts[completion_key(read_message(message))] = sampled_text

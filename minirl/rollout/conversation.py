@@ -49,6 +49,7 @@ class Segment:
     num_guided: int = 0  # Number of sampled tokens that a grammar put outside the loss.
     answer_begin: int = 0  # The last completion's place in `tokens`.
     answer_end: int = 0
+    stopped: bool = False  # The last completion ended by itself.
     images: list[ImageSpan] = field(default_factory=list)
     # For an agent's chat: the messages, from the first sampled one on.
     messages: list[dict] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Segment:
         self.answer_begin = len(self.tokens)
         self.tokens += completion.tokens
         self.answer_end = len(self.tokens)
+        self.stopped = completion.stopped
         guided = completion.guided or [False] * len(completion.tokens)
         drawn = zip(completion.logprobs, completion.versions, guided, strict=True)
         for logprob, version, is_guided in drawn:

@@ -56,7 +56,7 @@ class Episode:
     answer: str = ""  # The last completion as a text.
     stopped: bool = False  # The last completion ended with a stop token.
     truncated: bool = False
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)  # What the environment gave.
     error: str = ""
     is_dropped: bool = False  # It has failed, and is left out of its group (env.on_error drop).
     info: dict[str, float] = field(default_factory=dict)
@@ -231,7 +231,8 @@ class EpisodeRunner:
                 }
             if e.endpoint:
                 info["endpoint"] = e.endpoint
-            reward = e.reward
+            # Added exactly: ten times 0.1 make 1, which may be `eval.threshold`.
+            reward = math.fsum(e.rewards)
             if answer:
                 reward += self.rewards.total(answer, info)
             trajectories += e.conversation.trajectories(
@@ -317,7 +318,7 @@ class EpisodeRunner:
                 f"it returned {result!r}, not a Result with a finite reward and finite numbers "
                 "in info"
             )
-        e.reward += float(result.reward)
+        e.rewards.append(float(result.reward))
         if e.segment:
             e.segment.add_reward(float(result.reward))
         e.truncated = result.truncated
@@ -380,6 +381,7 @@ class EpisodeRunner:
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
         if segments:
+            e.stopped = segments[-1].stopped
             last = e.conversation.last_completion()
             e.answer = read_answer(e.conversation.tokenizer, last)
 

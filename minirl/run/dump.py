@@ -34,10 +34,12 @@ class Dump:
 
     def __init__(self, output: Path, policy: Policy, tokenizer: PreTrainedTokenizerBase):
         self.folder = output / "rollouts"
+        self.policy = policy
         self.mesh = policy.mesh
         self.timer = policy.timer
         self.tokenizer = tokenizer
         self.step = 0
+        self.num_updates = 0  # Optimizer steps before this one.
         self.trajectories: list[Trajectory] = []  # Sampled by this rank.
         self.places: list[tuple[int, int]] = []  # Places of their lines.
         self.trained: list[tuple[list[Trajectory], Packed]] = []  # Micro-batches of this rank.
@@ -45,6 +47,7 @@ class Dump:
     def begin(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write what this rank has sampled."""
         self.step = step
+        self.num_updates = self.policy.num_updates
         self.trajectories = []
         self.places = []
         self.append(trajectories)
@@ -84,7 +87,8 @@ class Dump:
             sampled = []
             for t, place in zip(self.trajectories, self.places, strict=True):
                 row: tuple = (t.group, t.episode, t.segment, *place, len(t.tokens), t.sampled.sum())
-                row += (t.info["score"], t.reward, t.info["staleness"], t.info["stopped"])
+                staleness = self.num_updates - t.version
+                row += (t.info["score"], t.reward, staleness, t.info["stopped"])
                 sampled.append((*row, bool(t.info["error"])))
 
             trained: list[tuple] = []

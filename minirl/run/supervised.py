@@ -205,7 +205,7 @@ class SupervisedTrainer(BaseTrainer):
             batches = self.make_batches(examples.here)
             measured = self.name_metrics(self.policy.measure(batches, self.make_loss()))
             measured["perplexity"] = math.exp(min(measured["loss"], 700.0))
-            scores = {name: measured[name] for name in self.task.scores}
+            scores = {name: measured[name] for name in self.task.scores if name in measured}
         self.run.record_evaluation(step, scores, scores, name, scores)
         if self.run.has_reached_goal:
             self.run.progress.evaluations["after"] = scores

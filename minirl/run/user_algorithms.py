@@ -175,6 +175,8 @@ def check_loss(cfg: AlgoConfig) -> None:
         problem = f"{type(error).__name__}: {error}{line_of(error)}"
         raise UserError(f"{expected}; {problem}") from error
     require(isinstance(metrics, dict), f"{expected}; its metrics are {metrics!r:.200}")
+    taken = sorted({"loss", "grad_norm", "lr", "skipped_updates"} & metrics.keys())
+    require(not taken, f"{where}: a step has metrics named {', '.join(taken)} already; rename it")
 
     num_rows = len(batch.inputs)
     for name, values in (("its loss", loss), *metrics.items()):

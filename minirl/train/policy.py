@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.algo import normalize
@@ -177,7 +178,8 @@ class Policy:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
 
         If the gradient is not finite, the step is skipped, which the console says and
-        `skipped_updates` counts.
+        `skipped_updates` counts. Where no rank has a token in the loss there is nothing to learn,
+        and no step is made either.
 
         Args:
             minibatch: this rank's micro-batches, as many as on every other rank.
@@ -185,7 +187,8 @@ class Policy:
             lr: the learning rate of this step.
 
         Returns:
-            The loss, means of its metrics over the tokens (or pairs) in the loss, grad_norm, lr.
+            The loss, means of its metrics over the tokens (or pairs) in the loss, grad_norm, lr;
+            nothing if there are none of these.
 
         Raises:
             UserError: five steps in a row were skipped, or the weights are not finite themselves.
@@ -223,7 +226,7 @@ class Policy:
         values = {name: _combined(name, found) for name, found in collected.items()}
         values["loss"] = values["loss"] / denominator
         fsdp.scale_gradients(self.model.parameters(), 1 / denominator)
-        num_units = max(1.0, sum(part.num_units for part in parts))
+        num_units = sum(part.num_units for part in parts)
         return self._step(Sums(values, denominator, num_units), lr)
 
     def _step(self, summed: Sums, lr: float) -> Metrics:
@@ -245,7 +248,8 @@ class Policy:
 
             grad_norm = metrics["grad_norm"]
             is_finite = math.isfinite(grad_norm)
-            if is_finite:
+            has_tokens = summed.num_units > 0
+            if has_tokens and is_finite:
                 self.num_skipped = 0
                 max_norm = self.cfg.max_grad_norm
                 if max_norm and grad_norm > max_norm:
@@ -253,11 +257,13 @@ class Policy:
                 self.optimizer.step()
                 if self.model.routing:
                     self.model.routing.move_bias()
-            else:
+            elif has_tokens:
                 report_skipped(self, metrics["loss"], lr)
                 self.num_skipped += 1
             self.model.zero_grad()
             self.num_updates += 1
+        if not has_tokens:
+            return {}
         return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
 
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
@@ -292,7 +298,7 @@ class Policy:
             counts += [normalize.count(batch, of) for of in (loss.aggregation, unit, "token")]
         totals = self.mesh.data_sums(torch.stack(counts).view(-1, 3).sum(0).cpu())
         # Context ranks count shares; their sum is an integer but for rounding.
-        denominator, num_units, num_tokens = totals.round().clamp(min=int(divides)).tolist()
+        denominator, num_units, num_tokens = totals.round().tolist()
         routing = self.model.routing if backward else None
         if routing:
             with self.inference(), self.timer.phase("forward"):
@@ -311,7 +317,7 @@ class Policy:
                 weights = normalize.weights(batch, loss.aggregation, loss.fixed_length)
                 value = (token_loss * weights.to(token_loss.dtype)).sum()
                 if divides:
-                    value = value / denominator
+                    value = value / max(1.0, denominator)
             if backward:
                 with self.timer.phase("backward"):
                     value.backward()
@@ -321,8 +327,10 @@ class Policy:
                     in_loss = (values * normalize.weights(batch, "pair")).double()
                 else:
                     in_loss = values.index_select(0, batch.loss_rows).double()
-                is_max = name.endswith("_max") and len(in_loss)
-                collected[name].append(in_loss.amax() if is_max else in_loss.sum())
+                if name.endswith("_max"):
+                    collected[name].append(F.pad(in_loss, (0, 1), value=-math.inf).amax())
+                else:
+                    collected[name].append(in_loss.sum())
         sums = {name: _combined(name, values) for name, values in collected.items()}
         return Sums(sums, denominator, num_units)
 
@@ -339,7 +347,7 @@ class Policy:
             elif name == "loss":
                 metrics[name] = total  # divided by its denominator before
             else:
-                metrics[name] = total / num_units
+                metrics[name] = total / max(1.0, num_units)
         return metrics
 
     def shards(self) -> dict[str, Tensor]:

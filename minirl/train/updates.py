@@ -74,16 +74,20 @@ def update_in_passes(
         num_steps: RL steps in which this model is trained: the length of its schedule.
 
     Returns:
-        The mean of each metric over the updates; the maximum of metrics named `*_max`.
+        The mean of each metric over the updates; the maximum of metrics named `*_max`. Nothing
+        where no update had a token to learn from.
     """
     num_updates = num_steps * cfg.algo.num_epochs * cfg.algo.updates_per_step
     updates = []
     for epoch in range(cfg.algo.num_epochs):
         for number in minibatch_order(len(minibatches), seed=cfg.seed, step=step, epoch=epoch):
             lr = learning_rate(model.cfg, model.num_updates, num_updates)
-            updates.append(model.update(minibatches[number], loss, lr))
-    metrics = {}
+            if metrics := model.update(minibatches[number], loss, lr):
+                updates.append(metrics)
+    if not updates:
+        return {}
+    means = {}
     for name in updates[0]:
         values = [update[name] for update in updates]
-        metrics[name] = max(values) if name.endswith("_max") else float(np.mean(values))
-    return metrics
+        means[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+    return means

@@ -30,7 +30,9 @@ from minirl.rewards import AdaptedReward, Answer, graders
 
 def to_number(value: object) -> float:
     """Return a number, or the number that a list or tensor holds."""
-    return float(torch.as_tensor(value))
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(value, dtype=torch.float64)
+    return value.item()
 
 
 def extract_boxed_answer(solution: str) -> str | None:
