@@ -2,8 +2,10 @@
 take them."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.batch import attention_plan
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import LIVE, pack
@@ -441,6 +444,40 @@ def test_runs_of_the_loop_leave_no_timers():
     for _ in range(3):
         loop.run(asyncio.sleep(0.02))
         assert all(timer.cancelled() for timer in loop.loop._scheduled)
+    loop.close()
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.3])
+def test_what_an_agent_is_given_does_not_run_out_while_it_gets_no_completions(seconds):
+    """Neither in training, when the loop stands still, nor in an evaluation, which runs it."""
+    watch = Oversight()
+    loop = EngineLoop(InterruptedEngine(), repeatable=False, watch=watch)
+    answered = asyncio.Event()
+    timeouts = []
+
+    async def call():
+        timeout = asyncio.timeout(seconds)
+        timeouts.append(timeout)
+        with contextlib.suppress(TimeoutError):
+            async with loop.limit_call(timeout, 2 * seconds, lambda: "too slow"):
+                await answered.wait()
+
+    async def train_again():
+        loop.resume()
+        if seconds > 1:
+            assert seconds - 5 < timeouts[0].when() - loop.loop.time() < seconds
+            answered.set()
+        await task
+
+    task = loop.loop.create_task(call())
+    loop.run(asyncio.sleep(0.01))
+    loop.run(asyncio.sleep(0.4))
+    (timeout,) = timeouts
+    assert not task.done() and timeout.when() is None
+    assert [limit.deadline for limit in watch.limits] == [math.inf]
+    loop.run(train_again())
+    assert timeout.expired() == (seconds < 1)
+    assert watch.limits == []
     loop.close()
 
 

@@ -222,6 +222,31 @@ def test_what_was_sampled_goes_on_though_the_client_saw_less_of_it():
     play(program, "look Obs: never", "so it is <| and more")
 
 
+def test_equal_answers_stay_what_each_of_them_was():
+    """Two turns look alike to the client; the first one ended by a stop string."""
+
+    async def program(w):
+        messages = list(HI)
+        for _ in range(3):
+            said = (await w.ask(messages=messages, stop=["Obs:"])).choices[0].message.content
+            again = {"role": "user", "content": "again"}
+            messages += [{"role": "assistant", "content": said}, again]
+        turn = "<|end|><|user|>again<|end|><|assistant|>"
+        hi = "<|user|>hi<|end|><|assistant|>"
+        assert [text for text, _ in w.said()] == [f"{hi}look Obs:{turn}look {turn}done<|end|>"]
+
+    play(program, "look Obs: 1", "look ", "done")
+
+
+def test_a_field_that_is_null_is_left_out():
+    async def program(w):
+        answer = await w.ask(messages=HI, n=None, max_tokens=3, max_completion_tokens=None)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 3
+
+    play(program, "a long answer")
+
+
 def test_streaming_never_cuts_a_character():
     async def program(w):
         stream = await w.ask(messages=HI, stream=True, stream_options={"include_usage": True}, n=2)

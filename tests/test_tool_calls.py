@@ -160,6 +160,92 @@ def test_parallel_calls():
     play(program, TWICE, TWICE, "six")
 
 
+# What Mistral's templates refuse: an id that is not of 9 characters, and two roles in a row, where
+# only messages that have `tool_calls` do not count.
+STRICT = """
+{%- if tools %}{{ tools | tojson }}{% endif -%}
+{%- set last = namespace(role="assistant") -%}
+{%- for m in messages -%}
+  {%- if m.tool_calls -%}
+    {{ '<|assistant|>' -}}
+    {%- for c in m.tool_calls -%}
+      {%- if (c.id or '') | length != 9 %}{{ raise_exception("ids have 9 letters") }}{% endif -%}
+      {{ '<tool_call>' + (c.function | tojson) + '</tool_call>' -}}
+    {%- endfor -%}
+    {{ '<|end|>' -}}
+  {%- elif m.role == 'tool' -%}
+    {%- if (m.tool_call_id or '') | length != 9 %}{{ raise_exception("ids have 9 letters") }}
+    {%- endif -%}
+    {{ '<|user|>' + m.content + '<|end|>' -}}
+  {%- else -%}
+    {%- if m.role == last.role %}{{ raise_exception("roles alternate") }}{% endif -%}
+    {%- set last.role = m.role -%}
+    {{ '<|' + m.role + '|>' + m.content + '<|end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}
+"""
+
+
+def test_a_template_that_knows_calls_by_their_messages_alone():
+    """An agent of three turns, and a client that shows a call of its own."""
+
+    async def program(w):
+        w.engine.tokenizer.chat_template = STRICT
+        chat = list(HI)
+        for turn in range(3):
+            message = (await w.ask(messages=chat, tools=[TOOL])).choices[0].message
+            chat.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                chat.append({"role": "tool", "tool_call_id": call.id, "content": str(turn)})
+        assert chat[-1] == {"role": "assistant", "content": "done"}
+        written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        *_, (text, _) = w.said()
+        assert text.count(f"<|assistant|>{written}<|end|>") == 2
+        assert text.endswith("<|user|>1<|end|><|assistant|>done<|end|>")
+        shown = {"name": "add", "arguments": ""}
+        call = {"id": "123456789", "type": "function", "function": shown}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "123456789", "content": "3"}
+        await w.ask(messages=[*HI, answer, result], tools=[TOOL])
+
+    play(program, CALL, CALL, "done", "well")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": "add", "arguments": {"a": 1e999}}',
+        '{"name": "\\ud800", "arguments": {"a": 1}}',
+        '{"name": "add", "arguments": {"a": "\\ud800"}}',
+    ],
+)
+def test_a_call_that_no_response_can_hold_is_a_text(call):
+    async def program(w):
+        choice = (await w.ask(messages=HI, tools=[TOOL])).choices[0]
+        assert choice.finish_reason == "stop" and not choice.message.tool_calls
+        tools = [{"name": "add", "input_schema": SCHEMA}]
+        message = await w.message(messages=HI, tools=tools)
+        assert message.stop_reason == "end_turn" and call in message.content[0].text
+
+    play(program, f"<tool_call>{call}</tool_call>", f"<tool_call>{call}</tool_call>")
+
+
+def test_a_large_vocabulary_is_listed_once(monkeypatch):
+    """vLLM's parsers ask for it when they are made, and one is made for each answer."""
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = HEAD + BODY + FAMILIES["qwen3_coder"] + TAIL
+    asked = []
+    get_vocab = type(tokenizer).get_vocab
+    monkeypatch.setattr(
+        type(tokenizer), "get_vocab", lambda self: asked.append(0) or get_vocab(self)
+    )
+    for _ in range(3):
+        make_reader(tokenizer, [TOOL], "auto", "qwen3_coder").read("no call")
+    assert len(asked) == 1
+
+
 def test_reward_functions_get_the_calls_and_the_replies():
     """What an agent's chat says since its prompt, as TRL's functions have it: from the first
     message that was sampled in this session on, whatever the prompt itself says."""

@@ -7,9 +7,10 @@ client is in forms.py.
 """
 
 import asyncio
+import hashlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -25,7 +26,7 @@ from minirl.data.chat import images_of, parts_of
 from minirl.data.tokenizer import read_template_kwargs
 from minirl.data.vision import Vision
 from minirl.endpoint.http import BadRequest, wait_for_disconnect
-from minirl.endpoint.tool_calls import ToolCall, ToolReader, make_reader
+from minirl.endpoint.tool_calls import ToolCall, ToolReader, make_reader, takes_calls_as_text
 from minirl.engine.engine import Sampling
 from minirl.engine.grammars import Guide, json_guide
 from minirl.engine.loop import Completion, EngineLoop, Request
@@ -199,8 +200,9 @@ class CompletionRequest(BaseModel):
         Args:
             conversation: the session's conversation. Variables of the chat template that its row
                 has count where the request names none.
-            sampled_texts: the session's earlier completions as they were sampled, by
-                `completion_key`. They replace in the chat what the client sends back of them.
+            sampled_texts: the session's earlier completions as they were sampled, by `chat_keys`
+                and by `completion_key`. They replace in the chat what the client sends back of
+                them.
 
         Raises:
             UserError: the prompt is empty, or the template refuses it.
@@ -216,13 +218,19 @@ class CompletionRequest(BaseModel):
                     f"prompt has a token outside 0 ... {len(tokenizer) - 1}",
                 )
             return [(prompt, []) for prompt in self.prompt or ()]
-        messages = []
-        for each in self.messages:
-            message = read_message(each)
-            key = completion_key(message) if message["role"] == "assistant" else ""
-            if key in sampled_texts:
-                message = to_message(tokenizer, sampled_texts[key])
-            messages.append(message)
+        messages = list(map(read_message, self.messages))
+        template = str(tokenizer.chat_template)
+        for number, key in enumerate(list(chat_keys(messages))):
+            message = messages[number]
+            if message["role"] != "assistant":
+                continue
+            if "tool_calls" in message and not takes_calls_as_text(tokenizer, template):
+                continue
+            # By the whole chat first: it may have given the same answer elsewhere, in other tokens.
+            for known in (key, completion_key(message)):
+                if known in sampled_texts:
+                    messages[number] = to_message(tokenizer, sampled_texts[known])
+                    break
         # None, too, is the request's: the tools of the session's row do not count.
         given: dict[str, Any] = {"tools": None if self.tool_choice == "none" else self.tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
@@ -237,6 +245,8 @@ def parse_request(fields: Any) -> CompletionRequest:
     Raises:
         BadRequest: there is none; the message names the field, and what would be right.
     """
+    if isinstance(fields, dict):  # Null is how clients write a field that they leave out.
+        fields = {name: value for name, value in fields.items() if value is not None}
     try:
         return CompletionRequest.model_validate(fields)
     except ValidationError as error:
@@ -267,20 +277,35 @@ def read_message(message: JSONObject) -> JSONObject:
     calls = []
     for call in read.pop("tool_calls", None) or ():
         function = call["function"]
-        named = {"name": function["name"], "arguments": json.loads(function["arguments"])}
-        calls.append({"type": "function", "function": named})
+        arguments = json.loads(function["arguments"] or "{}")
+        named = {"name": function["name"], "arguments": arguments}
+        identified = {"id": call["id"]} if call.get("id") else {}
+        calls.append({**identified, "type": "function", "function": named})
     if calls:
         read["tool_calls"] = calls
     return read
 
 
 def completion_key(message: JSONObject) -> str:
-    """Return a key of an answer, made of what a client sends back of it in later requests.
+    """Return a key of a message, made of what a client sends back of it in later requests.
 
     Args:
-        message: the answer, by `read_message`.
+        message: an answer or another message, by `read_message`.
     """
-    return json.dumps([message["content"], message.get("tool_calls")], sort_keys=True)
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], message["content"], calls], sort_keys=True)
+
+
+def chat_keys(messages: Iterable[JSONObject]) -> Iterator[str]:
+    """Yield a key of each message that also says what stands before it in the chat.
+
+    Args:
+        messages: by `read_message`.
+    """
+    digest = hashlib.sha256()
+    for message in messages:
+        digest.update(completion_key(message).encode())
+        yield digest.hexdigest()
 
 
 def messages_since_prompt(
@@ -291,14 +316,13 @@ def messages_since_prompt(
     Calls get mappings for arguments, and replies of tools the tools' names.
 
     Args:
-        messages: the messages of a request.
+        messages: the messages of a request, by `read_message`.
         sampled_texts: the session's completions, as for `CompletionRequest.render_prompts`.
     """
     names = {}
     since: list[JSONObject] = []
-    for each in messages:
-        message = read_message(each)
-        for call in each.get("tool_calls") or ():
+    for message in messages:
+        for call in message.get("tool_calls", ()):
             names[call.get("id")] = call["function"]["name"]
         if message.get("tool_call_id") in names:
             message = {"name": names[message["tool_call_id"]], **message}
@@ -321,7 +345,7 @@ class SessionState:
     engine_loop: EngineLoop
     cfg: EndpointConfig
     longest_token: int  # Characters of the longest token of the vocabulary.
-    # The completions as they were sampled, by `completion_key`.
+    # The completions as they were sampled, by `chat_keys` and by `completion_key`.
     sampled_texts: dict[str, str] = field(default_factory=dict)
     # One for each request so far.
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -410,12 +434,14 @@ class Choice:
         if self.stop_string is not None:
             return
         stop_ids = self.engine_request.sampling.stop_token_ids
-        tokens = [token for token in self.engine_request.done.tokens if token not in stop_ids]
-        before, new = tokens[: self.num_read], tokens[self.num_read :]
+        tokens = self.engine_request.done.tokens
+        # Only the last token can be one that stops.
+        new = [token for token in tokens[self.num_read :] if token not in stop_ids]
+        before = tokens[: self.num_read]
         text = decode_after(self.tokenizer, before, new, skip_special_tokens=True)
         if text.endswith("\ufffd") and not last:
             return
-        self.num_read = len(tokens)
+        self.num_read += len(new)
         self.text, self.stop_string = self._cut(self.text + text)
 
     def _cut(self, text: str) -> tuple[str, str | None]:
@@ -479,11 +505,14 @@ class Choice:
         return part
 
     def calls_to_send(self) -> list[JSONObject]:
-        """Return the tool calls in the form of OpenAI's chats."""
-        name = "-".join(map(str, self.engine_request.name))
+        """Return the tool calls in the form of OpenAI's chats.
+
+        An id is 9 letters and digits, for Mistral's templates take no others.
+        """
         calls: list[JSONObject] = []
         for number, (function, arguments) in enumerate(self.tool_calls):
-            call_id = f"call_{name}_{self.index}_{number}"
+            place = repr((self.engine_request.name, self.index, number))
+            call_id = hashlib.sha256(place.encode()).hexdigest()[:9]
             said = {"name": function, "arguments": json.dumps(arguments)}
             calls.append({"id": call_id, "type": "function", "function": said})
         return calls
@@ -601,10 +630,12 @@ class PendingResponse:
         segment.stopped |= choice.stop_string is not None
         calls = choice.calls_to_send()
         message: JSONObject = {"role": "assistant", "content": choice.text, "tool_calls": calls}
-        self.session.sampled_texts[completion_key(read_message(message))] = sampled_text
+        read = list(map(read_message, [*(self.request.messages or ()), message]))
+        *_, key = chat_keys(read)
+        self.session.sampled_texts[key] = sampled_text
+        self.session.sampled_texts[completion_key(read[-1])] = sampled_text
         if self.request.messages is not None:
-            messages = [*self.request.messages, message]
-            segment.messages = messages_since_prompt(messages, self.session.sampled_texts)
+            segment.messages = messages_since_prompt(read, self.session.sampled_texts)
         self._parts.put_nowait(choice.next_part())
         return len(completion.tokens)
 

@@ -5,7 +5,9 @@ model is the one that reads back what its template writes.
 """
 
 import contextlib
+import copy
 import functools
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError
 from minirl.base.reading import parse_json
 from minirl.data import chat, harmony
+from minirl.data.chat import is_text
 from minirl.data.tokenizer import require_tools_shown
 from minirl.engine import compat
 from minirl.engine.grammars import Guide, tag_guide
@@ -76,9 +79,11 @@ class ToolReader:
         for name, written in found:
             try:
                 arguments = parse_json(written)
+                # It must be possible to send it: not NaN, nor half of a surrogate pair.
+                sent = json.dumps([name, arguments], allow_nan=False, ensure_ascii=False)
             except (ValueError, TypeError):
                 return text, []
-            if not isinstance(arguments, dict):
+            if not isinstance(arguments, dict) or not is_text(sent):
                 return text, []
             calls.append((str(name), arguments))
         return (content, calls) if calls else (text, [])
@@ -174,12 +179,32 @@ def _find_parser(tokenizer: PreTrainedTokenizerBase, template: str, name: str) -
     )
 
 
+@functools.cache
+def takes_calls_as_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether the template takes an answer with calls as the text that was sampled.
+
+    Mistral's do not: where `tool_calls` are missing, roles seem not to alternate.
+
+    Args:
+        tokenizer: has the template.
+        template: its template, which may change.
+    """
+    text = {"role": "assistant", "content": "text"}
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "name": _NAME, "content": "1"}
+    question = {"role": "user", "content": _QUESTION}
+    try:
+        chat.render(tokenizer, [question, text, result, text, result, text], header=False)
+    except UserError:
+        return False
+    return True
+
+
 def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> Any:
     """Return vLLM's parser. Raises UserError if there is none, or the tokenizer is of others."""
     from vllm.tool_parsers import ToolParserManager
 
     try:
-        return ToolParserManager.get_tool_parser(name)(tokenizer, tools)
+        return ToolParserManager.get_tool_parser(name)(_with_vocabulary(tokenizer), tools)
     except KeyError as error:
         raise UserError(
             f"endpoint.tool_parser = {name}: vLLM has no parser of this name; give auto, or one of "
@@ -187,3 +212,14 @@ def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> A
         ) from error
     except (RuntimeError, ValueError) as error:
         raise UserError(f"endpoint.tool_parser = {name}: {error}") from error
+
+
+@functools.cache
+def _with_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return a copy of a tokenizer that keeps its vocabulary, which parsers ask for each time.
+
+    To make the vocabulary of a large tokenizer takes a tenth of a second.
+    """
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    return get_cached_tokenizer(copy.copy(tokenizer))

@@ -410,12 +410,11 @@ class EpisodeRunner:
         timeout = asyncio.timeout(seconds)
         try:
             async with slot:
-                watch = self.engine_loop.watch
-                with watch.limit(2 * seconds + CANCEL_SECONDS, lambda: too_slow):
-                    async with timeout:
-                        if is_async:
-                            return await function(*arguments)
-                        return await in_thread(function, *arguments)
+                longest = 2 * seconds + CANCEL_SECONDS
+                async with self.engine_loop.limit_call(timeout, longest, lambda: too_slow):
+                    if is_async:
+                        return await function(*arguments)
+                    return await in_thread(function, *arguments)
         except UserError:
             raise
         # The user's code may raise anything, and then only this episode ends.
