@@ -2,10 +2,15 @@
 
 The rows of minirl/data/README.md are read from the page and run by the programs."""
 
+import base64
 import json
 import re
 from dataclasses import replace
+from datetime import datetime
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tiny
@@ -13,7 +18,7 @@ from in_memory import ALONE
 from minirl.base.errors import UserError
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.shared import DataConfig, RowsConfig
-from minirl.config.supervised import ChatsConfig, PairsConfig, SFTConfig
+from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig, SFTConfig
 from minirl.data import chat
 from minirl.data.chat import why_no_messages
 from minirl.data.examples import to_examples
@@ -25,7 +30,8 @@ from minirl.data.tokenizer import read_template_kwargs, read_tools, use_template
 from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Conversation
-from minirl.run.inputs import marks_for_template, require_shown
+from minirl.run.inputs import HAS_CALLS, PromptChecks, marks_for_template, require_shown
+from minirl.run.supervised import mark_row
 from programs import ROOT, fork
 
 PAGE = (ROOT / "minirl" / "data" / "README.md").read_text()
@@ -395,3 +401,127 @@ def test_rows_of_the_page_are_prompts(model, tmp_path, name):
         text = tokenizer.decode(record["tokens"])
         begin = r"\d+\. The sky is" if name == "standard" else r"\[switch \]<\|user\|>\d+\. Turn"
         assert re.match(begin, text), text
+
+
+# --------------------------------------------------------------------------------------------------
+# tables as they are
+
+
+def table(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def read(source, cfg, held_out=0, mark=mark_row):
+    opened = open_examples(source, "data.train", cfg, ALONE)
+    return read_rows(opened, ALONE, 0, held_out, mark)
+
+
+def said(messages):
+    return [(message["role"], message["content"]) for message in messages]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "short"}]])
+@pytest.mark.parametrize("extra", [{}, {"weight": 1.0}, {"tool_calls": None}, {"name": "a"}])
+def test_a_pair_does_not_repeat_its_prompt(tmp_path, system, extra):
+    """Whatever else the messages of whole chats have, and though it lacks their system's."""
+
+    def chat_of(answer):
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+        return [message | extra for message in (*system, *turns)]
+
+    rows = [{"prompt": "q", "chosen": chat_of("a"), "rejected": chat_of("b")}] * 2
+    (pair, _), _ = read(table(tmp_path / "a.parquet", rows), PairsConfig())
+    assert said(pair["prompt"]) == [*said(system), ("user", "q")]
+    assert said(pair["chosen"]) == [("assistant", "a")]
+    assert said(pair["rejected"]) == [("assistant", "b")]
+
+
+def test_a_side_that_asks_something_else_is_refused(tmp_path):
+    asked = {"role": "user", "content": "another question"}
+    sides = [[asked, {"role": "assistant", "content": text}] for text in ("a", "b")]
+    row = {"prompt": "q", "chosen": sides[0], "rejected": sides[1]}
+    with pytest.raises(UserError, match="begins by the user's message 'another question', and nei"):
+        read(written(tmp_path / "a.jsonl", [row]), PairsConfig())
+
+
+def test_a_margin_that_is_null_is_none(tmp_path):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": m} for m in (1.5, None)]
+    pairs, _ = read(table(tmp_path / "a.parquet", rows), PairsConfig())
+    assert [pair["margin"] for pair in pairs] == [1.5, 0.0]
+
+
+def test_the_time_of_a_message_is_a_text(tmp_path):
+    """As WildChat has it; chats are compared, dumped and shown to judges as JSON."""
+    times = [datetime(2024, 5, 1, 12, minute) for minute in range(4)]
+    turns = [("user", "q"), ("assistant", "a")]
+    rows = [
+        {"chat": [{"role": r, "content": c, "at": time, "in": {"at": time}} for r, c in turns]}
+        for time in times
+    ]
+    source = table(tmp_path / "a.parquet", rows)
+    (row, *_), _ = read(source, ChatsConfig(messages_key="chat"))
+    assert said(row["messages"]) == turns
+    assert row["messages"][0]["at"] == "2024-05-01 12:00:00" == row["messages"][0]["in"]["at"]
+    opened = open_prompts(source, "data.train", DataConfig(prompt_key="chat"), ALONE)
+    prompts, _ = read_rows(opened, ALONE, 0)
+    assert len(prompts) == 4 and json.dumps(prompts[0]["prompt"])
+
+
+def test_a_saved_table_is_read_without_its_form(tmp_path):
+    rows = [{"prompt": f"{n}", "answer": n} for n in range(3)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.set_format("numpy", columns=["prompt"])
+    saved.save_to_disk(tmp_path / "saved")
+    opened = open_prompts(str(tmp_path / "saved"), "data.train", DataConfig(), ALONE)
+    assert list(read_rows(opened, ALONE, 0)[0]) == rows
+
+
+def test_an_image_of_a_table_is_no_message(tmp_path):
+    data = base64.b64decode(tiny.picture(56, 56).partition(",")[2])
+    rows = [{"prompt": "see", "completion": "a", "image": {"bytes": data, "path": None}}]
+    (row,), _ = read(table(tmp_path / "a.parquet", rows), ChatsConfig())
+    assert len(chat.images_of(row["messages"])) == 1
+
+
+def test_columns_that_rl_does_not_show_are_nobody_s(tmp_path):
+    """Lists of texts, and chats with calls beside a prompt that is a text."""
+    called = {**ROWS["tools"]["completion"][0]}
+    rows = [{"prompt": f"{n}", "rejected": ["x", None], "messages": [called]} for n in range(3)]
+    opened = open_prompts(written(tmp_path / "a.jsonl", rows), "data.train", DataConfig(), ALONE)
+    checks = PromptChecks(None, tokenizer_of(), DataConfig())
+    train, _ = read_rows(opened, ALONE, 0, mark=checks.mark)
+    assert train.first_marked(HAS_CALLS) is None and len(train) == 3
+
+
+def test_what_a_held_out_row_asks_is_not_trained_on(tmp_path, capsys):
+    """Unless all rows ask the same."""
+    rows = [
+        {"prompt": f"{n}", "completion": f"{n} {k}", "label": k % 2 == 0}
+        for n in range(40)
+        for k in range(4)
+    ]
+    train, held_out = read(written(tmp_path / "a.jsonl", rows), LabelledConfig(), 8)
+    asked = {row["messages"][0]["content"] for row in held_out}
+    assert len(held_out) == 8
+    assert len(train) == 4 * (40 - len(asked))
+    assert not asked & {row["messages"][0]["content"] for row in train}
+    left_out = 4 * len(asked) - 8
+    assert f"{left_out} rows ask what held-out ones ask, and are left" in capsys.readouterr().err
+    alike = [row | {"prompt": "q"} for row in rows]
+    train, held_out = read(written(tmp_path / "b.jsonl", alike), LabelledConfig(), 8)
+    assert (len(train), len(held_out)) == (152, 8)
+
+
+@pytest.mark.parametrize("label", ["1", "true", 1.0])
+def test_labels_of_tables_are_taken(tmp_path, label):
+    row = {"prompt": "q", "completion": "a", "label": label}
+    (found,), _ = read(written(tmp_path / "a.jsonl", [row]), LabelledConfig())
+    assert found["label"] is True
+
+
+def test_splits_may_be_added_up(tmp_path):
+    for name in ("train", "test"):
+        written(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    opened = open_prompts(f"{tmp_path}?split=train+test", "data.train", DataConfig(), ALONE)
+    assert [row["prompt"] for row in opened] == ["train", "test"]

@@ -5,6 +5,7 @@ it, with the source and the names of the columns, and raises UserError if it can
 puts the place of the row before the message.
 """
 
+import json
 import math
 import zlib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 from minirl.base.errors import UserError, require
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig
+from minirl.config.values import read_word
 from minirl.data.chat import (
     Messages,
     RowPrompt,
@@ -22,6 +24,7 @@ from minirl.data.chat import (
     is_messages,
     is_prompt,
     parsed,
+    plain,
     to_messages,
     why_no_messages,
 )
@@ -103,7 +106,8 @@ def from_sharegpt(raw: dict) -> dict:
     found: dict[str, Messages] = {}
     has_images = bool(raw.get("image") or raw.get("images"))
     for key, value in raw.items():
-        messages = [value] if isinstance(value, dict) else value
+        is_one = isinstance(value, dict) and value.keys() & {"role", "from"}
+        messages = [value] if is_one else value
         if isinstance(messages, list) and messages and isinstance(messages[0], dict):
             found[key] = [_from_speaker(message, has_images) or message for message in messages]
     system = raw.get("system")
@@ -174,10 +178,23 @@ def with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -
 
 
 def _with_calls(messages: Messages, source: Source) -> Messages:
-    """Return messages with the calls of tools, if they have any, as chat templates want them."""
+    """Return messages with the calls of tools, if they have any, as chat templates want them.
+
+    Of a table, what JSON has no values for (the time of a message) becomes a text.
+    """
+    if source.is_arrow:
+        messages = list(map(_for_json, messages))
     if not has_calls(messages):
         return messages
     return for_template(without_none(messages) if source.is_arrow else messages)
+
+
+def _for_json(message: dict) -> dict:
+    plain = dict(message)
+    for name, value in message.items():
+        if name != "content" and not isinstance(value, str | int | float | None):
+            plain[name] = json.loads(json.dumps(value, default=str))
+    return plain
 
 
 def template_inputs(raw: dict, cfg: RowsConfig) -> dict:
@@ -299,7 +316,9 @@ def to_labelled(raw: dict, source: Source, cfg: LabelledConfig) -> dict:
         answer = str(raw["answer"]) if is_right else _other_answer(raw, source)
         raw = {cfg.prompt_key: raw["prompt"], cfg.completion_key: answer, cfg.label_key: is_right}
     label = raw.get(cfg.label_key)
-    if not isinstance(label, bool | int) or label not in (0, 1):
+    if isinstance(label, str) and label.lower() in ("true", "false", "1", "0"):  # Of a CSV file.
+        label = read_word(label)
+    if label not in (0, 1):
         wanted = "true or false (or 1 or 0)"
         if raw.keys() >= set(SIDES):
             wanted += ", and rows with 'chosen' and 'rejected' are for minirl.dpo"
@@ -360,11 +379,7 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
         type(chosen) is type(rejected),
         "one side of the pair is a text and the other a list of messages",
     )
-    require_named(raw, "data.margin_key", cfg.margin_key, "margin")
-    margin = raw.get(cfg.margin_key, 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise wrong_column("data.margin_key", cfg.margin_key, "a finite number", raw, margin)
-    pair: dict[str, Any] = {"chosen": chosen, "rejected": rejected, "margin": float(margin)}
+    pair: dict[str, Any] = {"chosen": chosen, "rejected": rejected, "margin": _margin(raw, cfg)}
     if prompt is None and isinstance(chosen, str):
         return pair
 
@@ -372,6 +387,8 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
     before = []
     if prompt is not None:
         before = to_messages(with_images(prompt, row, source, cfg), cfg.system_prompt)
+        if before[0]["role"] != "system" and chosen[0] == rejected[0]:
+            before = [*_system(chosen[0]), *before]
     chosen = _whole_chat(before, chosen, cfg)
     rejected = _whole_chat(before, rejected, cfg)
     if not before:
@@ -396,6 +413,22 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
     return pair | {"prompt": before, **template_inputs(raw, cfg)}
 
 
+def _margin(raw: dict, cfg: PairsConfig) -> float:
+    """Return by how much the chosen side is better. Raises UserError if that is no number."""
+    require_named(raw, "data.margin_key", cfg.margin_key, "margin")
+    margin = raw.get(cfg.margin_key)
+    if margin is None:  # As a table has it where other rows have one.
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise wrong_column("data.margin_key", cfg.margin_key, "a finite number", raw, margin)
+    return float(margin)
+
+
+def _system(first: str | dict) -> Messages:
+    """Return the first message of both sides in a list, if it is the system's."""
+    return [first] if isinstance(first, dict) and first["role"] == "system" else []
+
+
 def _side(row: dict, setting: str, key: str, source: Source) -> RowPrompt:
     """Return one side of a pair. Raises UserError if there is none."""
     answer = row.get(key)
@@ -409,7 +442,22 @@ def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messag
     if isinstance(answer, str):
         return [*before, {"role": "assistant", "content": answer}]
     whole = to_messages(answer, cfg.system_prompt)
-    return whole if whole[: len(before)] == before else [*before, *answer]
+    rest = whole[len(before) :]
+    if list(map(_said, whole[: len(before)])) == list(map(_said, before)):
+        return [*before, *rest]
+    require(
+        answer[0]["role"] == "assistant" or before[-1]["role"] != "user",
+        f"a side of the pair begins by the {answer[0]['role']}'s message "
+        f"{str(answer[0]['content'])[:60]!r}, and neither repeats {cfg.prompt_key!r} nor answers "
+        "it; give each side the whole chat, or the answer alone",
+    )
+    return [*before, *answer]
+
+
+def _said(message: dict) -> tuple[str, object, list]:
+    """Return what counts of a message where two chats are compared."""
+    (shown,) = plain([message])
+    return message["role"], shown["content"] or "", message.get("tool_calls") or []
 
 
 # Class of the settings -> what makes a row of what a source holds.

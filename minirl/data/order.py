@@ -42,7 +42,8 @@ def read_rows(
     A hash of seed and prompt (of the whole row if it has none) chooses the held-out prompts, so
     that the choice does not depend on the order of the rows, and no held-out prompt is trained on.
     Of equal rows, only the first is used if `rows.distinct`. Of several rows with a held-out prompt
-    one is held out and the others are dropped.
+    one is held out and the others are dropped. Of chats rows are chosen; of judged ones, those that
+    ask what a held-out one asks are dropped, unless all do.
 
     Args:
         rows: as `open_rows` returns them.
@@ -66,11 +67,14 @@ def read_rows(
     last = min(first + size, len(rows))
     share = bytearray(DIGEST_BYTES * (last - first))  # Zeros if nothing is chosen.
     marks = bytearray(last - first)
+    asked = np.zeros(last - first if has_choice and not rows.distinct else 0, np.uint64)
     with errors_of_all(mesh):
         for i, row in enumerate(rows.read(first, last)):
             marks[i] = mark(row)
             if has_choice:
                 share[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] = _digest(row, seed)
+                if "label" in row:
+                    asked[i] = _asked(row)
     missing = set.intersection(*mesh.gather(rows.missing))
     for setting, key in rows.named.items():
         if setting in missing:
@@ -92,10 +96,21 @@ def read_rows(
         # All have the same prompt, which then is none: rows differ by all else that they have.
         digests = digests.copy()
         digests["prompt"] = digests["row"]
+    asked = mesh.gather_array(asked)
     if held_out is None:
-        held_out = _default_held_out(digests, rows, mesh)
+        has_prompts = len(np.unique(asked)) > 1
+        held_out = _default_held_out(asked if has_prompts else digests["prompt"], rows, mesh)
     is_trained, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
     del digests, prompts
+    if asked.any():
+        held = asked[chosen]
+        leaks = is_trained & np.isin(asked, held[held > 0])
+        num_leaks = int(leaks.sum())
+        if 0 < num_leaks < is_trained.sum():
+            is_trained &= ~leaks
+            if mesh.rank == 0:
+                label = rows.sources[0].label
+                say(f"{label}: {num_leaks} rows ask what held-out ones ask, and are left out")
     return replace(marked.take(is_trained), num_doubles=num_doubles), marked.take(chosen)
 
 
@@ -123,11 +138,20 @@ def _digest(row: dict, seed: int) -> bytes:
     return first + prompt_hash.digest()[:half]
 
 
-def _default_held_out(digests: np.ndarray, rows: Rows, mesh: World) -> int:
-    """Return how many rows to hold out where data.held_out does not say, and say it if few."""
+def _asked(row: dict) -> int:
+    """Return a number above 0 that stands for what a judged answer answers."""
+    before = json.dumps(row["messages"][: row["trained"][0]], default=str)
+    return int.from_bytes(hashlib.sha256(before.encode()).digest()[:8], "big") | 1
+
+
+def _default_held_out(prompts: np.ndarray, rows: Rows, mesh: World) -> int:
+    """Return how many rows to hold out where data.held_out does not say, and say it if few.
+
+    `prompts` are numbers that stand for the prompts of the rows.
+    """
     num_prompts = 0
-    for part in (digests[: 2**16], digests):  # The first ones nearly always suffice.
-        num_prompts = len(np.unique(part["prompt"]))
+    for part in (prompts[: 2**16], prompts):  # The first ones nearly always suffice.
+        num_prompts = len(np.unique(part))
         if num_prompts >= 2 * HELD_OUT:
             return HELD_OUT
     held_out = max(1, num_prompts // HELD_OUT_SHARE)

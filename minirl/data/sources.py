@@ -291,7 +291,8 @@ def _read_options(query: str, label: str) -> tuple[dict[str, str], float | None]
     """Return the options of a source, and its weight, which is none of them, if it has one."""
     weight = None
     try:
-        options = dict(parse_qsl(query, strict_parsing=bool(query)))
+        # A plus is no space here: ?split=train+test.
+        options = dict(parse_qsl(query.replace("+", "%2B"), strict_parsing=bool(query)))
         if "weight" in options:
             weight = float(options.pop("weight"))
             if not 0 < weight < math.inf:
@@ -410,7 +411,8 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> "datasets.
         f"{label}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
         "(a saved folder has no subset, and one of a single data set no split)",
     )
-    return splits[split]
+    # Without the form that a saved one remembers (`set_format`): tensors, or some columns alone.
+    return splits[split].with_format(None)
 
 
 def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:

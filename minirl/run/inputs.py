@@ -5,7 +5,7 @@ Each function raises UserError at the first thing that is missing or cannot work
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,7 @@ MAY_BE_LONG = 4
 # Marks of every row, about what a chat template has to show.
 HAS_TOOLS = 64
 HAS_CALLS = 128
+MESSAGE_COLUMNS = ("messages", "prompt", "chosen", "rejected")
 
 
 class ModelFiles(NamedTuple):
@@ -539,10 +540,10 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, mesh: World) -> None:
                 require_written(folder, unfinished, [attempt(write, 0)])
 
 
-def marks_for_template(row: dict) -> int:
-    """Return the marks of a row about what its chat template has to show."""
+def marks_for_template(row: dict, columns: Sequence[str] = MESSAGE_COLUMNS) -> int:
+    """Return the marks of a row about what its chat template has to show of these columns."""
     marks = HAS_TOOLS if "tools" in row.get("template_inputs", {}) else 0
-    for name in ("messages", "prompt", "chosen", "rejected"):
+    for name in columns:
         messages = row.get(name)
         if isinstance(messages, list) and has_calls(messages):
             marks |= HAS_CALLS
@@ -582,7 +583,7 @@ class PromptChecks:
 
     def mark(self, row: dict) -> int:
         """Return the marks of a row."""
-        marks = marks_for_template(row)
+        marks = marks_for_template(row, ["prompt"])
         if self.bound.exceeds(row):
             marks |= MAY_BE_LONG
         if row.get("answer") is None:
