@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from minirl.base.errors import UserError
-from minirl.config.parse import fill_config, load_config, parse_flags
+from minirl.config.parse import fill_config, load_config, parse_flags, program_of
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvalConfig, EvaluateConfig, ExportConfig, SamplingConfig
@@ -652,3 +652,15 @@ def test_sampling_may_be_truncated_where_nothing_is_trained():
     )
     with pytest.raises(UserError, match="rollout.max_tokens = 0 should be greater than 0"):
         parse_flags(EvaluateConfig, ["--rollout.max-tokens", "0"])
+
+
+def test_a_config_of_the_user_s_may_have_further_settings():
+    @dataclasses.dataclass(kw_only=True)
+    class Mine(RLConfig):
+        """Costs each token."""
+
+        length_cost: float = 0.001
+
+    cfg = parse_flags(Mine, ["--length-cost", "0.1", "--policy.lr", "1e-4"])
+    assert cfg.length_cost == 0.1 and cfg.policy.lr == 1e-4
+    assert program_of(Mine) == program_of(RLConfig) == "minirl.rl"

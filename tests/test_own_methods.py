@@ -198,6 +198,36 @@ def test_good_losses_are_let_through(file):
     user_algorithms.check_methods(config(), Oversight())
 
 
+def test_functions_of_a_file_take_arguments(file):
+    """Of advantages and losses, to be swept by a flag."""
+    path = file("""
+        from minirl.algo.advantages import estimator
+
+        @estimator(compares_nothing=True)
+        def scaled(rewards, groups, *, by=1.0):
+            return by * rewards
+
+        def weighted(batch, logprobs, entropy, cfg, *, by=1.0):
+            return -by * logprobs * batch.advantages, {}
+    """)
+    found = advantages.find(f"{path}:scaled?by=3")
+    assert found.compares_nothing
+    rewards = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert found(rewards, torch.tensor([0, 0])).tolist() == [3.0, 6.0]
+    cfg = config(loss=f"{path}:weighted?by=2.5", advantage=f"{path}:scaled?by=3")
+    user_algorithms.check_methods(cfg, Oversight())
+    batch = user_algorithms.make_batch(3, with_reference=False)
+    own = losses.find_own(cfg.algo.loss)
+    value, _ = own(batch, batch.engine_logprobs, batch.old_entropy, cfg.algo)
+    assert torch.equal(value, -2.5 * batch.engine_logprobs * batch.advantages)
+    for query, message in (
+        ("to=3", "unexpected keyword argument 'to'"),
+        ("by", "write .name=value"),
+    ):
+        with pytest.raises(UserError, match=message):
+            user_algorithms.check_methods(config(loss=f"{path}:weighted?{query}"), Oversight())
+
+
 WRONG_LOSSES = {
     "one value": ("return -logprobs", "must return .*loss"),
     "a mean": ("return (-logprobs * batch.advantages).mean(), {}", r"its loss must be a tensor"),

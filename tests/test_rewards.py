@@ -260,6 +260,22 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
     assert made("exact", weights=[0.5])(ROW, "42", alone) == 0.5 and alone == {}
 
 
+def test_a_function_beside_a_reward_model_is_told_apart(tmp_path):
+    config = RewardConfig(function=["exact"], model="runs/rm/model")
+    info = {}
+    assert loading.make_rewards(config)(ROW, "42", info) == 1.0
+    assert info == {"rewards": {"exact": 1.0}}
+
+
+@pytest.mark.parametrize("text", ["async def f", "def f"])
+def test_what_only_functions_of_trl_may_return_is_told(text, tmp_path):
+    (tmp_path / "own.py").write_text(f"{text}(prompt, completion, row):\n    return None\n")
+    with pytest.raises(
+        UserError, match="must return one finite number. Functions of TRL .trl:file"
+    ):
+        made(f"{tmp_path}/own.py:f")(ROW, "42")
+
+
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.7, 0.2]])
 def test_what_is_right_by_all_functions_earns_all_of_it(weights, tmp_path):
     """Or an answer would be below an `eval.threshold` of 1 by a rounding."""

@@ -12,7 +12,7 @@ something else.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -156,6 +156,8 @@ def find(name: str) -> Estimator:
         UserError: there is none of that name.
     """
     found = find_function("algo.advantage", name, dict(ESTIMATORS))
+    if isinstance(found, partial) and isinstance(found.func, Estimator):
+        return replace(found.func, function=partial(found.func.function, **found.keywords))
     return found if isinstance(found, Estimator) else Estimator(found)
 
 

@@ -4,6 +4,7 @@ A file of the user is a module of its own, whatever its name. Like a script it c
 neighbours, the modules in its folder, while it is imported.
 """
 
+import functools
 import hashlib
 import importlib.util
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from minirl.base.errors import UserError, require
+from minirl.config.values import read_options
 
 USER = "minirl_user_"  # Begins the names of modules of files of the user.
 _imported: dict[Path, ModuleType] = {}  # By file.
@@ -22,18 +24,22 @@ _neighbours: dict[str, Path] = {}  # Name of a module that a file has imported -
 def find_function(setting: str, value: str, registered: dict[str, Callable]) -> Callable:
     """Return a registered function, or the function that `file.py:function` names.
 
+    With `?name=value&name=value` behind it, the function gets these arguments in every call.
+
     Args:
         setting: name of the setting, for messages.
         value: its value.
         registered: the functions that can be given by name.
 
     Raises:
-        UserError: if there is no such function, its file does not import, or a neighbour of the
-            file has the name of another folder's, which has been imported.
+        UserError: if there is no such function, its file does not import, a neighbour of the file
+            has the name of another folder's, which has been imported, or the arguments are written
+            otherwise.
     """
     if value in registered:
         return registered[value]
-    path, _, name = value.rpartition(":")
+    place, _, query = value.partition("?")
+    path, _, name = place.rpartition(":")
     require(
         path,
         f"{setting} = {value!r} is neither registered ({', '.join(registered)}) nor of the form "
@@ -46,7 +52,11 @@ def find_function(setting: str, value: str, registered: dict[str, Callable]) -> 
     function = vars(_imported[file]).get(name)
     if not callable(function):
         raise UserError(f"{setting} = {value}: {path} has no function {name}")
-    return function
+    try:
+        options = read_options(query)
+    except ValueError as error:
+        raise UserError(f"{setting} = {value}: {error}; write ?name=value&name=value") from error
+    return functools.partial(function, **options) if options else function
 
 
 def _import_file(file: Path, where: str) -> ModuleType:

@@ -130,8 +130,12 @@ def _switches(cls: type, prefix: str) -> Iterator[str]:
 
 
 def program_of(cls: type) -> str:
-    """Return the program of a config class, as its docstring names it: `-m PACKAGE.NAME`."""
-    return re.findall(r"-m (\w+\.\w+)", cls.__doc__ or "")[0]
+    """Return the program of a config class, as its docstring names it: `-m PACKAGE.NAME`.
+
+    A class of the user's with further settings need not name it.
+    """
+    docstrings = " ".join(base.__doc__ or "" for base in cls.__mro__)
+    return re.findall(r"-m (\w+\.\w+)", docstrings)[0]
 
 
 def _registry() -> Any:

@@ -73,7 +73,7 @@ def read_rows(
             marks[i] = mark(row)
             if has_choice:
                 share[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] = _digest(row, seed)
-                if "label" in row:
+                if row.keys() >= {"messages", "trained", "label"}:  # A judged answer.
                     asked[i] = _asked(row)
     missing = set.intersection(*mesh.gather(rows.missing))
     for setting, key in rows.named.items():

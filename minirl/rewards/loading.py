@@ -79,7 +79,8 @@ def make_rewards(cfg: RewardConfig, watch: Oversight | None = None) -> Rewards:
     functions = [find_reward(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
     weighted = zip(weights, functions, names, strict=True)
-    return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch)
+    has_model = bool(cfg.model)
+    return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch, has_model=has_model)
 
 
 def find_reward(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:

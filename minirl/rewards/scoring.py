@@ -14,6 +14,7 @@ or verl (`openrlhf:file.py`, `trl:file.py:function`, `verl:file.py:function`), o
 """
 
 import copy
+import inspect
 import math
 import numbers
 from collections import Counter
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from minirl.base.errors import UserError, require
+from minirl.base.errors import UserError
 from minirl.base.log import restore_streams, say
 from minirl.base.oversight import Oversight
 from minirl.config.lookup import line_of
@@ -54,6 +55,7 @@ class Rewards:
         *weighted: tuple[float, RewardFunction | AdaptedReward, str],
         seconds: float = math.inf,
         watch: Oversight | None = None,
+        has_model: bool = False,
     ):
         """Take the functions.
 
@@ -61,8 +63,10 @@ class Rewards:
             weighted: weight, function and name of each.
             seconds: time limit of a call of a function that has none of its own.
             watch: of the process, which ends the run if a call takes longer; None: none does.
+            has_model: a reward model adds its score later.
         """
         self.weighted = list(weighted)
+        self.is_one_of_several = len(weighted) + has_model > 1
         self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
         self._num_stopped: Counter[str] = Counter()  # By grader, in this process.
         self.seconds = seconds
@@ -139,7 +143,7 @@ class Rewards:
 
         Args:
             answer: That all functions have scored.
-            info: If there are several functions, `info["rewards"]` is set to name -> value. If one
+            info: If several rewards are added, `info["rewards"]` is set to name -> value. If one
                 is a grader of another package, `info["graders"]["stopped"]` to whether it reached a
                 limit or failed. What functions log is in `info["reward_metrics"]` (name -> mean)
                 and `info["reward_columns"]`.
@@ -156,7 +160,7 @@ class Rewards:
                     f"far in this process: {answer.completion[:80]!r}"
                 )
         applying = {name: value for name, value in values.items() if value is not None}
-        if info is not None and len(values) > 1:
+        if info is not None and self.is_one_of_several:
             info["rewards"] = {name: float(value) for name, value in applying.items()}
         if info is not None and call.metrics:
             info["reward_metrics"] = {n: sum(v) / len(v) for n, v in call.metrics.items()}
@@ -254,11 +258,15 @@ def grade(
             f"reward.function = {name} raised {type(error).__name__}: {error} for "
             f"{inputs}{line_of(error)}{cure}"
         ) from error
-    require(
-        not wrong,
-        f"reward.function = {name} returned {wrong and wrong[0]!r} for {inputs}; "
-        "it must return one finite number",
-    )
+    if wrong:
+        cure = ""
+        if wrong[0] is None or inspect.iscoroutine(wrong[0]):
+            cure = ". Functions of TRL (trl:file.py:function) may be async, and return None where "
+            cure += "they do not apply"
+        raise UserError(
+            f"reward.function = {name} returned {wrong[0]!r} for {inputs}; it must return one "
+            f"finite number{cure}"
+        )
     # A stopped grade says why it is 0.
     return [v if v is None or isinstance(v, graders.StoppedGrade) else float(v) for v in values]
 
