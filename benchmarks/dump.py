@@ -70,7 +70,7 @@ def main(options: Options) -> None:
     seconds = {"lines": np.zeros(2), "tables": np.zeros(2)}  # Of the clock, and of the CPU.
     with tempfile.TemporaryDirectory() as folder:
         cfg = RLConfig(output=folder, rollout=RolloutConfig(dump=True))
-        policy: Any = SimpleNamespace(mesh=mesh, timer=Timer(mesh.device))
+        policy: Any = SimpleNamespace(mesh=mesh, timer=Timer(mesh.device), num_updates=0)
         dump = Dump(Path(cfg.output), policy, tokenizer)
         for step in range(options.steps):
             trajectories = [

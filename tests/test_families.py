@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import sweep
 import tiny
-from harness import ranks
+from harness import RankFailed, ranks
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
 from minirl.checkpoint import exporting
@@ -525,6 +525,52 @@ def test_settings_that_packing_would_change_are_refused(family, values, named):
     with pytest.raises(UserError, match=named):
         checks.check_supported(AutoConfig.for_model(family, **values), "policy.model = x")
     checks.check_supported(AutoConfig.for_model(family), "policy.model = x")
+
+
+def test_the_positions_and_sizes_of_published_hunyuans_are_taken():
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
+    sizes = {"moe_intermediate_size": [96] * 4, "num_hidden_layers": 4, "head_dim": 32}
+    config = AutoConfig.for_model("hunyuan_v1_moe", rope_parameters=rope, **sizes)
+    checks.check_supported(config, "policy.model = x", device="cpu")
+    config.moe_intermediate_size = [96, 0]
+    with pytest.raises(UserError, match=r"moe_intermediate_size = \[96, 0\] in its config"):
+        checks.check_supported(config, "policy.model = x")
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "named"),
+    [
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64},
+            "with max_window_layers = 1 vLLM computes another qwen3",
+        ),
+        ("deepseek_v3", {"rope_interleave": False}, "with rope_interleave = False vLLM computes"),
+        ("llama", {"sliding_window": 64}, "max_model_len = 128 is above sliding_window = 64"),
+    ],
+)
+def test_what_an_engine_computes_otherwise_is_refused_where_there_is_one(family, values, named):
+    config = AutoConfig.for_model(family, num_hidden_layers=4, **values)
+    checks.check_supported(config, "policy.model = x")
+    with pytest.raises(UserError, match=named):
+        checks.check_supported(config, "policy.model = x", max_model_len=128, device="cuda")
+
+
+def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path):
+    folder = tiny.make(tmp_path / "m", "qwen3", tied=True)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    copy = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": copy}, file)
+    cfg = PolicyConfig(model=str(folder), dtype="float32")
+    ranks(1, load, cfg, folder)
+    save_file(weights | {"lm_head.weight": copy + 1}, file)
+    with pytest.raises(RankFailed, match="ties lm_head.weight to model.embed_tokens.weight, and"):
+        ranks(1, load, cfg, folder)
+
+
+def load(mesh, cfg, folder):
+    Policy(cfg, folder, mesh, trainable=False)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "dots1"])

@@ -250,6 +250,8 @@ def read_back(mesh, folder, cfg):
     "family, rank",
     [
         *(("qwen3", 4), ("qwen3_moe", 4), ("gemma4_text", 4)),
+        # With a shared expert; with layers that are no mixtures.
+        *(("hunyuan_v1_moe", 4), ("deepseek_v3", 4)),
         ("qwen3", 80),  # More than the 64 columns of most of its matrices.
     ],
 )

@@ -95,6 +95,27 @@ def test_export_writes_what_the_policy_exports(tmp_path, kind):
     assert described[0] == described[1]
 
 
+def test_peft_reads_a_tied_embedding_that_is_trained_whole(tmp_path):
+    """As the head, too, which it wraps by itself."""
+    folder = tiny.make(tmp_path / "m", "qwen3", dtype=torch.float64, tied=True)
+    whole_embedding = {"modules_to_save": ["model.embed_tokens.*"]}
+    cfg = config_of(folder, tmp_path, "float64", **whole_embedding)
+    ranks(2, write, tmp_path, cfg)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "live", dtype=torch.float64)
+    tokens = torch.arange(5, 40)[None]
+    assert (adapted(tokens).logits - ours(tokens).logits).abs().max() < 1e-12
+    again = PolicyConfig(
+        model=str(folder),
+        dtype="float64",
+        lora=LoraConfig(rank=4, alpha=8, adapter=str(tmp_path / "adapter"), **whole_embedding),
+    )
+    name = "model.embed_tokens.weight"
+    read = ranks(1, read_back, folder, again)[0]
+    assert torch.equal(read[name], weights_of(tmp_path / "live")[name])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_adapter_of_peft_is_trained_on_and_merged_as_peft_does(tmp_path, dtype):
     folder = tiny.make(tmp_path / "m", "qwen3", dtype=dtype)
@@ -189,6 +210,7 @@ def start(mesh, model, lora):
 @pytest.mark.parametrize(
     "lora, says",
     [
+        ({"targets": ["q_proj", "lm_head"]}, "the head lm_head gets no adapter; train it whole by"),
         ({"targets": ["q_porj"]}, "policy.lora.targets: 'q_porj' matches no linear layer"),
         ({"modules_to_save": ["lm_haed.*"]}, "policy.lora.modules_to_save: 'lm_haed.*' matches no"),
         ({"adapter": "ADAPTER", "rank": 8}, "has rank 4, and policy.lora.rank is 8; set"),

@@ -71,8 +71,9 @@ def _check_sizes(values: dict, where: str) -> None:
         size = values.get(name)
         if size is None and name not in needed:
             continue  # some families have no such size
+        by_layer = name == "moe_intermediate_size" and isinstance(size, list) and size
         require(
-            type(size) is int and 0 < size < 2**31,
+            all(type(each) is int and 0 < each < 2**31 for each in (by_layer or [size])),
             f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
             "the config.json that belongs to the weights",
         )
@@ -165,8 +166,10 @@ def check_supported(
     parameters = values.get("rope_parameters") or {}
     for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
         if isinstance(rope, dict):
+            # With alpha, as Hunyuan has it, they are those of `max_position_embeddings`.
+            is_static = rope.get("rope_type") == "dynamic" and rope.get("alpha")
             require(
-                rope.get("rope_type") not in ("dynamic", "longrope"),
+                is_static or rope.get("rope_type") not in ("dynamic", "longrope"),
                 f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the "
                 "longest position of a batch, so a sequence's log-probs would depend on what it is "
                 "packed with; use a checkpoint with another rope_type",

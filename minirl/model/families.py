@@ -173,6 +173,13 @@ _HYBRID_MOE = _HYBRID._replace(
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
 
 
+def _qwen_values(config: PretrainedConfig) -> dict[str, Any]:
+    """Return that all layers of vLLM's class have the window, or none."""
+    num_layers = config.num_hidden_layers
+    is_mixed = config.use_sliding_window and 0 < config.max_window_layers < num_layers
+    return {"max_window_layers": num_layers} if is_mixed else {}
+
+
 def _gpt_oss_values(config: PretrainedConfig) -> dict[str, Any]:
     """Return what vLLM's class has as constants."""
     kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
@@ -190,7 +197,13 @@ def _ministral3_length(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "arcee"), _DENSE),
+    # The library ignores a window in its config (of a Qwen in Llama's form), and vLLM does not.
+    "llama": _DENSE._replace(
+        engine_agrees_to=lambda config: {"sliding_window": config.to_dict().get("sliding_window")}
+    ),
+    "mistral": _DENSE,
+    **dict.fromkeys(("qwen2", "qwen3"), _DENSE._replace(engine_values=_qwen_values)),
+    **dict.fromkeys(("smollm3", "arcee"), _DENSE),
     "gemma": _DENSE._replace(fused=_GEMMA.fused),
     **dict.fromkeys(("glm", "glm4", "ernie4_5", "helium"), _DENSE._replace(fused=_PARTIAL)),
     **dict.fromkeys(("seed_oss", "exaone4", "apertus", "jais2", "ministral"), _DENSE),
@@ -267,6 +280,7 @@ FAMILIES = {
     "deepseek_v3": _DEEPSEEK._replace(
         plan=_plan(TEXT, _LATENT_ATTENTION),
         fused=_PARTIAL,
+        engine_values=lambda config: {"rope_interleave": True},
     ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ MXFP4_SCALES = "_scales"  # Ends the name of the exponents.
 BLOCK = 32  # Weights that share an exponent.
 # What weights may be, by the names of safetensors.
 FLOATS = ("F16", "BF16", "F32", "F64")
+HEAD = r"^(language_model\.)?lm_head\.weight$"
 
 
 class Mxfp4Weight:
@@ -168,13 +170,16 @@ def load_weights(
     # Some old files keep buffers that are a function of the config, some new ones layers that only
     # a speculating engine uses, and a tied head may be there as well.
     unused = model._keys_to_ignore_on_load_unexpected or []
-    pattern = "|".join([r"^(language_model\.)?lm_head\.weight$", r"rotary_emb\.inv_freq$", *unused])
-    extra = [name for name in weights.keys() - in_model if not re.search(pattern, name)]
+    pattern = "|".join([HEAD, r"rotary_emb\.inv_freq$", *unused])
+    others = weights.keys() - in_model
+    extra = [name for name in others if not re.search(pattern, name)]
     require(
         not wrong and not extra,
         f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
         f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
     )
+    if "lm_head" in model._modules:
+        check_tied([name for name in others if re.search(HEAD, name)], in_model, weights, folder)
     for name in in_model:  # Integers without their scales would be copied as they are.
         dtype = weights[name].get_dtype()
         require(
@@ -200,6 +205,34 @@ def load_weights(
             check_finite(name, t, folder)
         else:
             t.zero_()
+
+
+def check_tied(
+    heads: Iterable[str], in_model: Iterable[str], weights: dict[str, Any], folder: Path
+) -> None:
+    """Refuse a head in the files that a model ties to an embedding of other values.
+
+    The library would then not tie them. The first rows tell.
+
+    Args:
+        heads: names of heads in the files that the model does not read.
+        in_model: names that it reads.
+        weights: of the files, by name.
+        folder: of the files.
+
+    Raises:
+        UserError: they differ.
+    """
+    for head in heads:
+        embedding = next(name for name in in_model if name.endswith("embed_tokens.weight"))
+        shape = weights[head].get_shape()
+        rows = (slice(0, min(256, shape[0])), slice(0, shape[1]))
+        require(
+            weights[embedding].get_shape() == shape
+            and torch.equal(weights[embedding][rows], weights[head][rows]),
+            f"policy.model = {folder}: its config.json ties {head} to {embedding}, and the files "
+            "have other values for it; set tie_word_embeddings to what the weights are",
+        )
 
 
 def _as_in_file(

@@ -20,6 +20,8 @@ TOWERS = ("*visual*", "*vision_tower*", "*audio_tower*")  # Get adapters by patt
 # Linears that are in no group: a router, the gate of a shared expert, which has one output, and the
 # gates of a delta net's heads, of which there are about as many as a rank.
 GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
+# Linears that get no adapter: rows are multiplied by their weights (`causal.packed_forward`).
+HEADS = ("lm_head", "score")
 
 
 def frozen_names(model: PreTrainedModel, patterns: list[str], setting: str) -> set[str]:
@@ -96,13 +98,18 @@ def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> li
     can_be = {}
     for name, module in model.named_modules():
         is_experts = set(FUSED) <= set(module._parameters)
-        if isinstance(module, nn.Linear) or is_experts:
+        if (isinstance(module, nn.Linear) and name not in HEADS) or is_experts:
             can_be[name] = module
     matched: set[str] = set()
     for target in targets:
         found = [name for name in can_be if _matches(name, target)]
         if not found:
             last = sorted({name.rpartition(".")[2] for name in can_be})
+            require(
+                target not in HEADS,
+                f"{setting}: the head {target} gets no adapter; train it whole by modules_to_save "
+                f"['{target}.*']",
+            )
             raise UserError(
                 f"{setting}: {target!r} matches no linear layer of the model; give all-linear, "
                 f"attention, mlp, a name ({', '.join(last)}) or a pattern of whole names such as "

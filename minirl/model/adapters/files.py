@@ -28,6 +28,7 @@ from minirl.parallel.tensor import LORA_A, LORA_B
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
+HEAD = "lm_head.weight"
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -54,7 +55,22 @@ def gather_adapter(model: nn.Module, *, is_writer: bool) -> dict[str, Tensor]:
         whole = p.full_tensor() if isinstance(p, DTensor) else p
         if is_writer:
             tensors[name_in_file(name)] = to_file(name, whole.detach()).cpu().contiguous()
+    if is_writer and (embedding := tied_embedding(model)):
+        tensors[PREFIX + HEAD] = tensors[name_in_file(embedding)].clone()
     return tensors
+
+
+def tied_embedding(model: nn.Module) -> str:
+    """Return the name of an embedding that is trained whole and is the head, too; "": none is.
+
+    PEFT wraps a module that is trained whole, and would leave the head as the base has it. So the
+    files have the weight under both names.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    head = weights.get(HEAD)
+    if head is None or not head.requires_grad:
+        return ""
+    return next((name for name, p in weights.items() if p is head and name != HEAD), "")
 
 
 def write_adapter(tensors: dict[str, Tensor], described: dict[str, Any], folder: Path) -> None:
@@ -114,6 +130,14 @@ def describe(model: nn.Module, cfg: LoraConfig, base: Path) -> dict[str, Any]:
                 modules.append(module)
         elif p.requires_grad and not is_adapter(name):
             whole.add(name.rpartition(".")[0])
+    if tied_embedding(model):
+        whole.add(HEAD.removesuffix(".weight"))
+    if parameters:
+        # PEFT takes modules of these names for experts that a model has one by one.
+        for module in list(modules):
+            if module.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj"):
+                modules.remove(module)
+                parameters.append(f"{module}.weight")
     is_score = any(name == "score" for name, _ in model.named_children())
     described = {
         "peft_type": "LORA",
@@ -206,6 +230,8 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
     there = set(file.keys())
     wanted = {name_in_file(name) for name in parts}
     missing = sorted(wanted - there)
+    if tied_embedding(model):
+        there.discard(PREFIX + HEAD)
     extra = sorted(there - wanted)
     require(
         not missing and not extra,
