@@ -24,7 +24,7 @@ _neighbours: dict[str, Path] = {}  # Name of a module that a file has imported -
 def find_function(setting: str, value: str, registered: dict[str, Callable]) -> Callable:
     """Return a registered function, or the function that `file.py:function` names.
 
-    With `?name=value&name=value` behind it, the function gets these arguments in every call.
+    With `?name=value&name=value` after it, the function gets these arguments in every call.
 
     Args:
         setting: name of the setting, for messages.
@@ -98,6 +98,22 @@ def line_of(error: BaseException) -> str:
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").startswith(USER):
             return f" ({Path(frame.f_code.co_filename).name}, line {line})"
+    return ""
+
+
+def cure_of(error: BaseException | None) -> str:
+    """Return what to do about a user's error, as the end of a message; empty: that is not known.
+
+    It is known of signals, which threads do not handle.
+    """
+    while error is not None:
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            return (
+                "; rewards run in threads, and Python handles signals in the main thread only: do "
+                "without them, as math-verify does with parse(..., parsing_timeout=None) and "
+                "verify(..., timeout_seconds=None)"
+            )
+        error = error.__cause__ or error.__context__
     return ""
 
 

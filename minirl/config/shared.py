@@ -198,7 +198,8 @@ class EnvConfig:
     #: A shipped environment or `file.py:Class`, with its arguments as ?key=value&... In single_turn
     #: an episode is one answer to the prompt, scored by the reward functions.
     name: str = "single_turn"
-    #: Answers of an episode. It is truncated where the environment wants another.
+    #: Answers of an episode. It is truncated where the environment wants another. Agents are not
+    #: held to this, nor to max_tokens.
     max_turns: PositiveInt = 1
     #: Sampled tokens of an episode. 0: max_turns * rollout.max_tokens. What the environment says
     #: counts in the context (engine.max_model_len), too.

@@ -24,7 +24,7 @@ from minirl.data.chat import (
     is_messages,
     is_prompt,
     parsed,
-    plain,
+    parts_of,
     to_messages,
     why_no_messages,
 )
@@ -456,8 +456,9 @@ def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messag
 
 def _said(message: dict) -> tuple[str, object, list]:
     """Return what counts of a message where two chats are compared."""
-    (shown,) = plain([message])
-    return message["role"], shown["content"] or "", message.get("tool_calls") or []
+    texts = [part.get("text", "[image]") for part in parts_of(message)]
+    content = "".join(texts) or message["content"] or ""
+    return message["role"], content, message.get("tool_calls") or []
 
 
 # Class of the settings -> what makes a row of what a source holds.

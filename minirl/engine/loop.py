@@ -185,7 +185,7 @@ class EngineLoop:
     async def limit_call(
         self, timeout: asyncio.Timeout, seconds: float, describe: Callable[[], str]
     ) -> AsyncIterator[None]:
-        """Cancel the block by `timeout`; end the process if it goes on for `seconds` nevertheless.
+        """Cancel the block by `timeout`; end the process if it takes `seconds` nevertheless.
 
         Neither counts the time between the end of a run and `resume`, in which an agent gets no
         completions: that of training, of a checkpoint, of an evaluation.
@@ -243,11 +243,10 @@ class EngineLoop:
         """Continue the requests and the calls that earlier runs left unfinished."""
         self._waiting = self._paused + self._waiting
         self._paused = []
-        for timeout, seconds in self._seconds_left.items():
-            self.watch.renew(self._calls[timeout])
-            if not timeout.expired():
-                timeout.reschedule(self.loop.time() + seconds)
-        self._seconds_left = {}
+        for timeout, limit in self._calls.items():
+            self.watch.renew(limit)
+            if timeout in self._seconds_left:
+                timeout.reschedule(self.loop.time() + self._seconds_left.pop(timeout))
 
     @contextlib.contextmanager
     def _limited_turns(self) -> Iterator[None]:
@@ -305,11 +304,9 @@ class EngineLoop:
         """Stop the time limits of unfinished calls until `resume`."""
         for timeout, limit in self._calls.items():
             end = timeout.when()
-            if timeout in self._seconds_left or end is None:
-                continue
             self.watch.pause(limit)
-            self._seconds_left[timeout] = end - self.loop.time()
-            if not timeout.expired():
+            if end and not timeout.expired():
+                self._seconds_left[timeout] = end - self.loop.time()
                 timeout.reschedule(None)
 
     def _pause(self) -> None:

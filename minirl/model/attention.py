@@ -19,15 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minirl.model import flash, selective
 from minirl.parallel.placements import RingTransfer, gather_keys
-from minirl.types.packed import (
-    Block,
-    Context,
-    LayerBatch,
-    Options,
-    Packed,
-    Rectangle,
-    RowIndex,
-)
+from minirl.types.packed import Block, Context, LayerBatch, Options, Packed, Rectangle, RowIndex
 
 NAME = "minirl"
 # Of a model and its parts; the patches of an image see each other.

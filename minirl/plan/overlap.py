@@ -238,10 +238,9 @@ def table(comparison: Comparison) -> str:
         kind = "ranks that do both" if is_split else "generators on ranks of their own"
         words += f"; the fastest of {kind}, {other.case.flags}, takes "
         words += f"{_seconds(other) / _seconds(fastest):.2f} times as long"
-    seconds = _seconds(fastest)
-    if seconds > min(map(_seconds, results)):
+    if _seconds(fastest) > min(map(_seconds, results)):
         within = f"{1 - LEAST_GAIN:.0%} of the least, and its tokens are younger"
-        words += f"; its {seconds:.1f} s are within {within}"
+        words += f"; its {_seconds(fastest):.1f} s are within {within}"
     return "\n".join([*lines, words, "", _assumptions(fastest.job)])
 
 

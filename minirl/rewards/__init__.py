@@ -1,5 +1,6 @@
 """Ways to score an answer: functions, endpoints over HTTP, TRL's functions, a reward model."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,10 @@ class RewardCall:
         """Keep a number for the metrics of the step."""
         self.metrics.setdefault(name, []).append(float(value))
 
+    def log_column(self, name: str, value: object) -> None:
+        """Keep a value that the dump has with the completion."""
+        self.columns[name] = to_plain(value)
+
 
 @dataclass(kw_only=True)
 class Answer:
@@ -67,3 +72,16 @@ class AdaptedReward:
     def why_not(self, row: dict) -> str:
         """Return why no answer to this row can be scored; empty: it can."""
         return ""
+
+
+def to_plain(value: object) -> object:
+    """Return a value that a function logs as JSON can hold it; a text of it, if it is no such."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    return str(value)

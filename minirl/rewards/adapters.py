@@ -203,7 +203,7 @@ class TRLReward(AdaptedReward):
         def log_extra(column: str, values: Sequence) -> None:
             _require_one_each(f"log_extra({column!r}, ...) got", values, answers)
             for answer, value in zip(answers, values, strict=True):
-                answer.call.columns[column] = value
+                answer.call.log_column(column, value)
 
         def log_metric(name: str, value: float) -> None:
             for answer in answers:
@@ -317,7 +317,7 @@ class VerlReward(AdaptedReward):
             if isinstance(plain_number(value), numbers.Real):
                 answer.call.log_metric(name, plain_number(value))
             else:
-                answer.call.columns[name] = value
+                answer.call.log_column(name, value)
         return plain_number(result["score"])
 
 

@@ -32,7 +32,7 @@ import minirl
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
 from minirl.base.oversight import Oversight
-from minirl.config.lookup import find_function
+from minirl.config.lookup import cure_of, find_function
 from minirl.config.shared import RewardConfig
 from minirl.data import chat
 from minirl.data.prompts import Prompts
@@ -42,7 +42,7 @@ from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, Tr
 from minirl.rewards.adapters import foreign_prefix
 from minirl.rewards.functions import REWARDS
 from minirl.rewards.http import RemoteReward
-from minirl.rewards.scoring import Rewards, grade, needs_main_thread, to_plain
+from minirl.rewards.scoring import Rewards, grade
 from minirl.sandbox.inside.grading import receive, send
 from minirl.sandbox.inside.kernel import end_with_parent
 
@@ -166,7 +166,7 @@ def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> 
     # Seen from outside: the function may catch the error, and would then return 0 for all answers.
     with ThreadPoolExecutor(1, "reward", initializer=sys.setprofile, initargs=(look,)) as thread:
         failure = thread.submit(rewards.grade_in_time, function, name, [made_up]).exception()
-    if uses_signals or needs_main_thread(failure):
+    if uses_signals or cure_of(failure):
         return True
     if failure:
         if not isinstance(failure, UserError) or is_mistake(failure.__cause__):
@@ -203,7 +203,7 @@ def is_mistake(error: BaseException | None) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     has_entered = any(not frame.filename.startswith(str(PACKAGE)) for frame in frames)
-    return needs_main_thread(error) or not has_entered
+    return bool(cure_of(error)) or not has_entered
 
 
 class ProcessReward(AdaptedReward):
@@ -294,10 +294,7 @@ def main() -> None:
             except UserError as error:
                 problem = str(error)
                 is_its_mistake = is_mistake(error.__cause__)
-            calls = []
-            for answer in answers:
-                columns = {name: to_plain(each) for name, each in answer.call.columns.items()}
-                calls.append((answer.call.metrics, columns))
+            calls = [(answer.call.metrics, answer.call.columns) for answer in answers]
             send(trainer, pickle.dumps((values, calls, problem, is_its_mistake)))
         os._exit(0)
     for descriptor in settings["sockets"]:

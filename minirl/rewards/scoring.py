@@ -14,7 +14,6 @@ or verl (`openrlhf:file.py`, `trl:file.py:function`, `verl:file.py:function`), o
 """
 
 import copy
-import inspect
 import math
 import numbers
 from collections import Counter
@@ -24,27 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from minirl.base.errors import UserError
+from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
 from minirl.base.oversight import Oversight
-from minirl.config.lookup import line_of
-from minirl.rewards import (
-    AdaptedReward,
-    Answer,
-    RewardCall,
-    RewardFunction,
-    TrainerState,
-    graders,
-)
+from minirl.config.lookup import cure_of, line_of
+from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, TrainerState, graders
 from minirl.rewards.functions import why_not
 from minirl.rewards.http import RemoteReward
 from minirl.sandbox import runner
-
-CURE = (
-    "rewards run in threads, and Python handles signals in the main thread only: do without them, "
-    "as math-verify does with parse(..., parsing_timeout=None) and verify(..., "
-    "timeout_seconds=None)"
-)
 
 
 class Rewards:
@@ -165,7 +151,7 @@ class Rewards:
         if info is not None and call.metrics:
             info["reward_metrics"] = {n: sum(v) / len(v) for n, v in call.metrics.items()}
         if info is not None and call.columns:
-            info["reward_columns"] = {n: to_plain(value) for n, value in call.columns.items()}
+            info["reward_columns"] = call.columns
         if info is not None and self._has_graders:
             info["graders"] = {"stopped": float(bool(stopped))}
         weights = {name: weight for weight, _, name in self.weighted}
@@ -193,19 +179,6 @@ class Rewards:
         if closed := restore_streams():
             say(f"reward.function = {name} has closed {closed}, which is open again")
         return values
-
-
-def to_plain(value: object) -> object:
-    """Return a value that a function logs as JSON can hold it; a text of it, if it is no such."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    return str(value)
 
 
 def is_together(function: RewardFunction | AdaptedReward) -> bool:
@@ -253,28 +226,14 @@ def grade(
         raise
     # The user's code may raise anything. sys.exit is no end of the run, either.
     except BaseException as error:
-        cure = f"; {CURE}" if needs_main_thread(error) else ""
         raise UserError(
             f"reward.function = {name} raised {type(error).__name__}: {error} for "
-            f"{inputs}{line_of(error)}{cure}"
+            f"{inputs}{line_of(error)}{cure_of(error)}"
         ) from error
-    if wrong:
-        cure = ""
-        if wrong[0] is None or inspect.iscoroutine(wrong[0]):
-            cure = ". Functions of TRL (trl:file.py:function) may be async, and return None where "
-            cure += "they do not apply"
-        raise UserError(
-            f"reward.function = {name} returned {wrong[0]!r} for {inputs}; it must return one "
-            f"finite number{cure}"
-        )
+    require(
+        not wrong,
+        f"reward.function = {name} returned {wrong and wrong[0]!r} for {inputs}; it must return "
+        "one finite number (those of TRL, trl:file.py:function, may be async or return None)",
+    )
     # A stopped grade says why it is 0.
     return [v if v is None or isinstance(v, graders.StoppedGrade) else float(v) for v in values]
-
-
-def needs_main_thread(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it comes from, says that a thread handles no signals."""
-    while error is not None:
-        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
