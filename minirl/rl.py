@@ -248,8 +248,9 @@ class Trainer(BaseTrainer):
         for t in trajectories:
             key = t.group, t.episode
             oldest[key] = min(oldest[key], t.version)
+        for t in trajectories:
             t.info["score"] = t.reward
-            t.info["staleness"] = self.policy.num_updates - oldest[key]
+            t.info["staleness"] = self.policy.num_updates - oldest[t.group, t.episode]
         if self.curriculum:
             results = [
                 (self.row_of(t.group), t.reward >= cfg.eval.threshold) for t in episodes.values()

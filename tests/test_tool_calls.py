@@ -463,3 +463,23 @@ def test_an_agent_speaks_harmony():
         assert texts[2].endswith("<|start|>assistant" + ANSWERED)
 
     play(program, CALLED, ANSWERED, ANSWERED)
+
+
+# As gpt-oss has it: the thoughts of calls are shown, and a tool replies to a call.
+THOUGHTFUL = HARMONY.replace("m.thinking and loop.last", "m.thinking").replace(
+    "{%- for m in messages -%}",
+    "{%- for m in messages -%}{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls "
+    "-%}{{ raise_exception('a tool replies to a call') }}{%- endif -%}",
+)
+
+
+def test_an_answer_with_calls_keeps_its_thoughts():
+    async def program(w):
+        speak_harmony(w.engine.tokenizer).chat_template = THOUGHTFUL
+        message = (await w.ask(messages=HI, tools=[TOOL])).choices[0].message
+        reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        await w.ask(messages=[*HI, message.model_dump(exclude_none=True), reply], tools=[TOOL])
+        *_, (text, _) = w.said()
+        assert text.count("<|channel|>analysis<|message|>The tool knows.<|end|>") == 1
+
+    play(program, CALLED, ANSWERED)

@@ -224,13 +224,14 @@ class CompletionRequest(BaseModel):
             message = messages[number]
             if message["role"] != "assistant":
                 continue
-            if "tool_calls" in message and not takes_calls_as_text(tokenizer, template):
-                continue
             # By the whole chat first: it may have given the same answer elsewhere, in other tokens.
-            for known in (key, completion_key(message)):
-                if known in sampled_texts:
-                    messages[number] = to_message(tokenizer, sampled_texts[known])
-                    break
+            known = key if key in sampled_texts else completion_key(message)
+            if known not in sampled_texts:
+                continue
+            sampled = to_message(tokenizer, sampled_texts[known])
+            lacks_calls = "tool_calls" in message and "tool_calls" not in sampled
+            if not lacks_calls or takes_calls_as_text(tokenizer, template):
+                messages[number] = sampled
         # None, too, is the request's: the tools of the session's row do not count.
         given: dict[str, Any] = {"tools": None if self.tool_choice == "none" else self.tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
