@@ -594,8 +594,7 @@ class Generation:
             policy.sleeper.wake_parameters()
         # The progress of the run, for reward functions of TRL.
         self.state = inputs.rewards.state
-        updates_per_step = cfg.algo.num_epochs * cfg.algo.updates_per_step
-        self.state.max_steps = inputs.num_steps * updates_per_step
+        self.state.max_steps = inputs.num_steps * cfg.algo.num_epochs * cfg.algo.updates_per_step
         self.state.is_world_process_zero = mesh.rank == 0
         num_drawn = inputs.num_steps * cfg.rollout.prompts_per_step
         self.state.num_train_epochs = num_drawn / len(inputs.prompts.rows)
@@ -616,7 +615,8 @@ class Generation:
         return self.engine.awake(self.refit, self.policy.sleeper)
 
     def note_updates(self, num_updates: int) -> None:
-        """Let reward functions know how many optimizer steps the weights have seen."""
+        """Let engine and reward functions know how many optimizer steps the weights have seen."""
+        self.sampler.engine_loop.version = num_updates
         state = self.state
         state.global_step = num_updates
         state.epoch = state.num_train_epochs * num_updates / max(1, state.max_steps)

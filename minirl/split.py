@@ -641,11 +641,11 @@ class Generators(BaseTrainer):
     def train(self) -> None:
         """Generate until the trainers let this side leave."""
         news = self.receive_weights()
+        # By now the trainers have opened the folder.
+        self.mesh.watch.record_end = functools.partial(results.record_end, Path(self.cfg.output))
         if news.name == "before_sft":
             self.evaluate(news)
             news = self.receive_weights()
-        # By now the trainers have opened the folder.
-        self.mesh.watch.record_end = functools.partial(results.record_end, Path(self.cfg.output))
         overlap: dict[str, Callable[[News], News]] = {
             "lockstep": self.keep_in_step,
             "stream": self.stream,

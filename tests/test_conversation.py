@@ -321,7 +321,6 @@ class Play(Env):
             contextlib.nullcontext,
         )
         self.watch = Oversight()
-        self.limit_call = lambda timeout, seconds, describe: timeout
         runner = EpisodeRunner(
             self,
             None,

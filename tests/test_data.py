@@ -368,6 +368,9 @@ def test_final_answer(completion, answer, value):
         ("\\boxed{2\\pi}", "2\\pi", 1),
         ("\\boxed{2}", "2\\pi", 0),
         ("\\boxed{(1, 2)}", "(1,2)", 1),
+        ("\\boxed{18.90}", "\\$18.90", 1),
+        ("\\boxed{32348}", "\\$32,\\!348", 1),
+        ("\\boxed{5}", "\\[5\\]", 1),
     ],
 )
 def test_math_verify_compares_values(completion, answer, value):

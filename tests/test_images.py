@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
 )
+from transformers.image_utils import load_image
 
 import tiny
 from harness import ranks
@@ -113,6 +114,25 @@ def test_files_without_an_end_and_huge_ones_are_no_images(tmp_path):
         for image in (str(place), {"bytes": None, "path": str(place)}):
             with pytest.raises(BadImage, match=f"cannot be read .{why}.; give a path"):
                 to_url(image)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_an_image_is_turned_as_its_file_says(tmp_path, orientation):
+    """As the library, vLLM and `datasets` do."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "photo.png"
+    Image.fromarray(PIXELS).save(path, exif=exif)
+    expected = np.asarray(load_image(str(path)))
+    for form in (str(path), path, path.read_bytes(), Image.open(path)):
+        assert np.array_equal(np.asarray(rgb(to_url(form))), expected)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "F", "RGBX", "RGBa", "I;16", "P"])
+def test_pictures_of_every_mode_are_taken(mode):
+    through = {"RGBa": "RGBA", "I;16": "I", "F": "L"}.get(mode, "RGB")
+    picture = Image.fromarray(PIXELS).convert("L" if mode == "I;16" else through)
+    assert rgb(to_url(picture.convert(through).convert(mode))).size == (50, 30)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"])

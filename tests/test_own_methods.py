@@ -228,6 +228,13 @@ def test_functions_of_a_file_take_arguments(file):
             user_algorithms.check_methods(config(loss=f"{path}:weighted?{query}"), Oversight())
 
 
+def test_a_loss_of_a_file_may_be_made_of_the_entropy(file):
+    path = file("def sure(batch, logprobs, entropy, cfg): return entropy - logprobs * 0.1, {}")
+    user_algorithms.check_methods(config(loss=f"{path}:sure"), Oversight())
+    assert losses.policy(AlgoConfig(loss=f"{path}:sure"), 20).entropy_gradient
+    assert not losses.policy(AlgoConfig(), 20).entropy_gradient
+
+
 WRONG_LOSSES = {
     "one value": ("return -logprobs", "must return .*loss"),
     "a mean": ("return (-logprobs * batch.advantages).mean(), {}", r"its loss must be a tensor"),

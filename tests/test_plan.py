@@ -33,7 +33,10 @@ from benchmarks.dryrun.jobs import trajectories
 from harness import ranks
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
+from minirl.config.parse import load_config
 from minirl.config.policy import LoraConfig, PolicyConfig
+from minirl.config.rl import RLConfig
+from minirl.config.shared import RolloutConfig
 from minirl.config.validate import resolve_lengths
 from minirl.model import build
 from minirl.model.families import FAMILIES
@@ -798,6 +801,12 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
         (["--gpus", "3", "--parallel.tensor", "3"], "divide num_attention_heads = 32"),
         (["--parallel.experts", "2"], "does not divide the 0 experts of the policy"),
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
+        (["--gpus-per-node", "0"], "--gpus-per-node 0 must be at least 1"),
+        (["--tflops", "nan"], "--tflops nan must be a number from 0 on"),
+        (["--memory-gb", "-5"], "--memory-gb -5.0 must be a number from 0 on"),
+        (["--answer-tokens", "-5"], "--answer-tokens -5 must be a number from 0 on"),
+        (["--answer-tokens", "10000000"], "--answer-tokens 10000000: env.max_tokens ="),
+        (["--prompt-tokens", "10000000"], "--prompt-tokens 10000000: data.max_prompt_tokens ="),
         (["--overlap", "--lengths", "/no/such"], "--lengths /no/such has no dumped rollouts"),
         (["--rollout.overlap", "inflight"], "set parallel.generators"),
         (["--gpus", "3", "--engine.tensor-parallel-size", "2"], "does not divide --gpus 3"),
@@ -815,6 +824,40 @@ def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, messa
     code, out, err = run(capsys, monkeypatch, "--config", config_file, *flags)
     assert (code, out) == (2, "")
     assert err.startswith("minirl: error: ") and message in err and "Traceback" not in err
+
+
+def test_averages_of_supervised_rows_fit_them(capsys, monkeypatch, config_file):
+    model = load_config(RLConfig, str(config_file)).policy.model
+    flags = ["--program", "sft", "--policy.model", model, "--data.max-tokens", "2048"]
+    for averages, code in ((["--prompt-tokens", "2048"], 2), (["--prompt-tokens", "2047"], 0)):
+        found, _, err = run(capsys, monkeypatch, *flags, *averages)
+        assert found == code
+        assert ("data.max_tokens = 2048 is the longest" in err) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "case", "flags"),
+    [
+        (
+            {"ahead": 16},
+            overlap.Case("lockstep", 2),
+            "--rollout.overlap lockstep --rollout.ahead 0",
+        ),
+        (
+            {"ahead": 16},
+            overlap.Case("ahead", 0, 1, 8),
+            "--rollout.ahead 8 --rollout.max-staleness 1",
+        ),
+        ({"kv": "keep"}, overlap.Case("stream", 2), "stream --rollout.kv recompute"),
+        ({"kv": "keep"}, overlap.Case("inflight", 2, 1), "inflight --rollout.max-staleness 1"),
+        ({}, overlap.Case("stream", 2), "stream --engine.sleep auto"),
+        ({}, overlap.Case("colocated"), "(all ranks do both)"),
+    ],
+)
+def test_flags_of_a_case_take_back_what_it_refuses(rollout, case, flags):
+    cfg = RLConfig(rollout=RolloutConfig(**rollout))
+    cfg.engine.sleep = "all" if not rollout else "auto"
+    assert overlap.flags_of(case, cfg).endswith(flags)
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,7 @@ def test_what_an_agent_is_given_does_not_run_out_while_it_gets_no_completions(se
         timeout = asyncio.timeout(seconds)
         timeouts.append(timeout)
         with contextlib.suppress(TimeoutError):
-            async with loop.limit_call(timeout, 2 * seconds, lambda: "too slow"):
+            async with watch.limit_call(timeout, 2 * seconds, lambda: "too slow"):
                 await answered.wait()
 
     async def train_again():

@@ -301,6 +301,40 @@ def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, comp
     assert functions.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
 
 
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "```bash\npip install x\n```\nthen\n```python\nRIGHT\n```",
+        "```text\nf(2) is 4\n```\n```python\nRIGHT\n```\nIt prints\n```\n4\n```",
+        '```python title="a.py"\nRIGHT\n```',
+        "1. This:\n   ```python\n   RIGHT\n   ```",
+        "```Python\r\nRIGHT\r\n```",
+        "```\nwrong\n```\n```\nRIGHT\n```\n```json\n{}\n```",
+        "```python\nRIGHT```",
+        "RIGHT",
+    ],
+)
+def test_the_program_of_a_completion_is_its_last_block_of_python(completion):
+    assert runner.program_in(completion).strip() == "RIGHT"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "",
+        '[{"input": "1 2", "output": "3", "testtype": "stdin"}]',
+        '{"inputs": ["1"], "outputs": ["2"]}',
+        "def check(candidate):\n    assert candidate(1) == 2",
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self): assert f(1) == 2",
+        "x = 1",
+    ],
+)
+def test_tests_that_check_nothing_are_refused(tests):
+    assert "checks nothing" in functions.why_not("python_tests", {"tests": tests})
+    assert not functions.why_not("python_tests", {"tests": f"{tests}\ncheck(f)"})
+    assert "is none" in functions.why_not("python_tests", {"tests": f"{tests}\nassert f(1 =="})
+
+
 def test_rows_without_tests_are_refused():
     scoring.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "tests": TESTS})
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):

@@ -112,6 +112,18 @@ RIGHT = {
         "assert math.isclose(f(2), 4) and np.allclose(f(3), 9)\n"
         "assert datetime.fromisoformat('2020-01-02').day == 2",
     ),
+    "views of a dictionary": (
+        "def f(d):\n    return d.keys()\ndef g(d):\n    return d.values()\ndef h(d):\n"
+        "    return d.items()",
+        "assert list(f({'a': 1})) == ['a'] and f({'a': 1}) == {'a'}\n"
+        "assert sorted(g({'a': 2, 'b': 1})) == [1, 2]\nassert ('a', 1) in h({'a': 1})",
+    ),
+    "durations and times": (
+        "from datetime import time, timedelta\ndef f(n):\n    return timedelta(minutes=n)\n"
+        "def g():\n    return time(12, 30)",
+        "from datetime import time, timedelta\nassert f(90) == timedelta(hours=1.5)\n"
+        "assert g() == time(12, 30)",
+    ),
     "a large number": ("def f(n):\n    return 10**n", "assert f(6000) == 10**6000"),
     "a function with a module's name": ("def copy(x):\n    return x", "assert copy(3) == 3"),
     "unittest": (SQUARE, UNITTEST),

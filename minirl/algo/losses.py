@@ -220,7 +220,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
         token_loss=token_loss,
         aggregation=cfg.aggregation,
         fixed_length=max_tokens,
-        entropy_gradient=bool(cfg.entropy_coef),
+        entropy_gradient=bool(cfg.entropy_coef) or own is not None,
     )
 
 

@@ -5,12 +5,13 @@ ends the run when a limit is over. Where none has been started there is an `Over
 limits and never looks at them.
 """
 
+import asyncio
 import contextlib
 import faulthandler
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 BEAT = "minirl/beat"  # /RANK on the store counts as long as the process of that rank runs.
@@ -46,6 +47,8 @@ class Oversight:
     def __init__(self) -> None:
         self.clock = 0.0
         self.limits: list[Limit] = []
+        self.calls: dict[asyncio.Timeout, Limit] = {}  # What `limit_call` limits.
+        self.seconds_left: dict[asyncio.Timeout, float] = {}  # Of those whose time stands still.
         self.arming = threading.Lock()
         # When faulthandler ends this process, by time.monotonic(); infinity: no timer is set. Minus
         # infinity: no limit may set one, as before somebody looks at them.
@@ -75,6 +78,45 @@ class Oversight:
             yield limit
         finally:
             self.limits.remove(limit)
+
+    @contextlib.asynccontextmanager
+    async def limit_call(
+        self, timeout: asyncio.Timeout, seconds: float, describe: Callable[[], str]
+    ) -> AsyncIterator[None]:
+        """Cancel the block by `timeout`; end the run if it takes `seconds` nevertheless.
+
+        Neither counts the time from `stop_calls` to `continue_calls`.
+        """
+        with self.limit(seconds, describe) as limit:
+            async with timeout:
+                self.calls[timeout] = limit
+                try:
+                    yield
+                finally:
+                    del self.calls[timeout]
+
+    def stop_calls(self) -> None:
+        """Stop the time of all limited calls, in their loop: of training, until a rollout is due.
+
+        A step of training, a checkpoint or an evaluation may take longer than an agent is given,
+        which gets no completions meanwhile.
+        """
+        now = asyncio.get_running_loop().time()
+        for timeout, limit in self.calls.items():
+            end = timeout.when()
+            self.pause(limit)
+            if end and not timeout.expired():
+                self.seconds_left[timeout] = end - now
+                timeout.reschedule(None)
+
+    def continue_calls(self) -> None:
+        """Let the time of all calls continue."""
+        for timeout, limit in self.calls.items():
+            self.renew(limit)
+            if timeout in self.seconds_left:
+                now = asyncio.get_running_loop().time()
+                timeout.reschedule(now + self.seconds_left[timeout])
+        self.seconds_left = {}
 
     def seconds_to_exit(self, limit: Limit) -> float:
         """Return in how many seconds faulthandler's timer ends the process because of a limit.

@@ -269,6 +269,9 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
             hint = f"known here: {', '.join(hints)}"
             if close:
                 hint = f"did you mean {prefix}{close[0]}?"
+            outer, dot, inner = str(key).partition(".")
+            if dot:
+                hint = f"in a file, a setting with a dot is written {outer}: {{{inner}: ...}}"
             raise UserError(f"{where}unknown setting {prefix}{key}; {hint}")
         names.append(str(key))
         cls = hints[key]

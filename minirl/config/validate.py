@@ -407,7 +407,8 @@ def _training(
             cfg.stop_at and not cfg.eval.every
         ),
         "checkpoint.best_metric, checkpoint.every, eval.every: every checkpoint needs an "
-        "evaluation; set checkpoint.every to a multiple of eval.every": metric and not is_scored,
+        "evaluation; raise eval.every from 0, or unset the first, and set checkpoint.every to a "
+        "multiple of eval.every": metric and not is_scored,
         "log.wandb: it needs the package; `pip install wandb`": (
             cfg.log.wandb and find_spec("wandb") is None
         ),

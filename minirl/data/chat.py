@@ -46,11 +46,6 @@ def is_messages(value: object) -> TypeGuard[Messages]:
     return not why_no_messages(value)
 
 
-def is_prompt(value: object) -> TypeGuard[RowPrompt]:
-    """Return whether this is a text or a list of messages, and not empty."""
-    return is_messages(value) or (isinstance(value, str) and bool(value))
-
-
 def _is_message(message: object) -> bool:
     if not isinstance(message, dict):
         return False
@@ -105,11 +100,6 @@ def images_of(messages: Messages) -> list[str]:
     for message in messages:
         urls += [part["image"] for part in parts_of(message) if part["type"] == "image"]
     return urls
-
-
-def has_calls(messages: Messages) -> bool:
-    """Return whether a message calls a tool."""
-    return any(message.get("tool_calls") for message in messages)
 
 
 def for_template(messages: Messages) -> Messages:

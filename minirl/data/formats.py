@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from minirl.base.errors import UserError, require
 from minirl.config.shared import DataConfig, RowsConfig
@@ -20,9 +20,7 @@ from minirl.data.chat import (
     Messages,
     RowPrompt,
     for_template,
-    has_calls,
     is_messages,
-    is_prompt,
     parsed,
     parts_of,
     to_messages,
@@ -48,6 +46,16 @@ SPEAKERS |= {"function_call": "assistant", "observation": "tool"}
 SPEAKERS |= {role: role for role in ("user", "assistant", "system", "tool")}
 NO_PROMPT = ""  # The prompt of a row for which the environment makes one.
 SIDES = ("chosen", "rejected")
+
+
+def is_prompt(value: object) -> TypeGuard[RowPrompt]:
+    """Return whether this is a text or a list of messages, and not empty."""
+    return is_messages(value) or (isinstance(value, str) and bool(value))
+
+
+def has_calls(messages: Messages) -> bool:
+    """Return whether a message calls a tool."""
+    return any(message.get("tool_calls") for message in messages)
 
 
 def column(row: dict, key: str) -> Any:

@@ -8,12 +8,13 @@ import base64
 import contextlib
 import io
 import itertools
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import cachetools
-from PIL import Image
+from PIL import Image, ImageOps
 
 from minirl.base.errors import UserError
 from minirl.data.chat import Messages, parts_of
@@ -21,6 +22,7 @@ from minirl.data.chat import Messages, parts_of
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
 # JPEG's opens MPO, too.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 MAX_FILE_BYTES = 64 * 2**20
 DECODED_BYTES = 2**28  # Of the images that are kept decoded.
 
@@ -34,7 +36,8 @@ def to_url(image: object) -> str:
 
     Args:
         image: a data URL, a path, the bytes of a file, a PIL image, or what `datasets` makes of an
-            image that it did not decode: {"bytes": bytes or None, "path": path}.
+            image that it did not decode: {"bytes": bytes or None, "path": path}. It is turned as
+            its file says (EXIF).
 
     Raises:
         BadImage: it is none of these, or cannot be read.
@@ -42,9 +45,9 @@ def to_url(image: object) -> str:
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, Image.Image):
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        image = file.getvalue()
+        image = _png(image)
+    if isinstance(image, os.PathLike):
+        image = os.fspath(image)
     if isinstance(image, str) and not image.startswith("data:"):
         path = Path(image)
         try:
@@ -70,6 +73,19 @@ def to_url(image: object) -> str:
     return image
 
 
+def _png(image: Image.Image) -> bytes:
+    """Return the file of a PIL image. Raises BadImage for one that has no colours to convert."""
+    upright = ImageOps.exif_transpose(image)
+    file = io.BytesIO()
+    try:
+        if upright.mode not in PNG_MODES:
+            upright = upright.convert("RGBA" if upright.mode == "RGBa" else "RGB")
+        upright.save(file, "PNG")
+    except (OSError, ValueError) as error:
+        raise BadImage(f"an image of mode {image.mode} cannot be read ({error})") from error
+    return file.getvalue()
+
+
 # The samples of a prompt read the same image. Environments show images from their threads.
 @cachetools.cached(
     cachetools.LRUCache(DECODED_BYTES, lambda picture: 3 * picture.width * picture.height),
@@ -82,7 +98,7 @@ def rgb(url: str) -> Image.Image:
         BadImage: it holds no image, or one that is too large.
     """
     with _open(url) as image:
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def size(url: str) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from minirl.parallel.mesh import World
 def check_lengths(prompts: Prompts, mesh: World, bit: int, num_tickets: int | None = None) -> int:
     """Encode prompts that may be too long, and drop those longer than data.max_prompt_tokens.
 
+    So are those with more images than engine.max_images, which could never be answered.
+
     With data.too_long = truncate_left they are cut when they are used; one with images cannot
     be. Each rank encodes its share of them. Collective. With data.too_long = error it suffices
     to look at the rows that will be used.
@@ -54,15 +56,23 @@ def check_lengths(prompts: Prompts, mesh: World, bit: int, num_tickets: int | No
             row = rows[number]
             with errors_at(rows.place(number)):
                 num_tokens = len(prompts.encode(row))
-                is_cut = prompts.cut_to and not chat.images_of(prompts.messages(row))
-                if num_tokens <= limit or is_cut:
+                num_images = len(chat.images_of(prompts.messages(row)))
+                most_images = prompts.vision.max_images if prompts.vision else 0
+                is_cut = prompts.cut_to and not num_images
+                if (num_tokens <= limit or is_cut) and num_images <= most_images:
                     continue
-                if prompts.cfg.too_long != "drop":
-                    raise UserError(
-                        f"a prompt has {num_tokens} tokens, more than data.max_prompt_tokens = "
-                        f"{limit}; raise it (and engine.max_model_len) or set data.too_long = "
-                        f"drop: {str(row['prompt'])[:80]!r}..."
-                    )
+                is_kept = prompts.cfg.too_long != "drop"
+                require(
+                    not is_kept or num_images <= most_images,
+                    f"a prompt has {num_images} images, more than engine.max_images = "
+                    f"{most_images}; raise it or set data.too_long = drop",
+                )
+                require(
+                    not is_kept,
+                    f"a prompt has {num_tokens} tokens, more than data.max_prompt_tokens = "
+                    f"{limit}; raise it (and engine.max_model_len) or set data.too_long = "
+                    f"drop: {str(row['prompt'])[:80]!r}...",
+                )
                 too_long.append(number)
     dropped = mesh.gather_array(np.array(too_long, np.int64))
     label = rows.sources[0].label

@@ -10,14 +10,14 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from minirl.base.oversight import Limit, Oversight
+from minirl.base.oversight import Oversight
 from minirl.data.vision import Vision
 from minirl.engine.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.engine.grammars import Guide
@@ -137,8 +137,6 @@ class EngineLoop:
         self._waiting: list[_Entry] = []  # Not added to the engine yet.
         self._running: dict[str, _Entry] = {}  # In the engine, by the engine's request id.
         self._paused: list[_Entry] = []  # Unfinished when the last run ended.
-        self._calls: dict[asyncio.Timeout, Limit] = {}  # What `limit_call` limits,
-        self._seconds_left: dict[asyncio.Timeout, float] = {}  # and what of it waits for `resume`.
 
     def close(self) -> None:
         """Cancel everything that still runs in the loop, and close it.
@@ -180,24 +178,6 @@ class EngineLoop:
         """Note that an active episode has ended, or waits for a completion."""
         self.active_episodes -= 1
         self._news.set()
-
-    @contextlib.asynccontextmanager
-    async def limit_call(
-        self, timeout: asyncio.Timeout, seconds: float, describe: Callable[[], str]
-    ) -> AsyncIterator[None]:
-        """Cancel the block by `timeout`; end the process if it takes `seconds` nevertheless.
-
-        Neither counts the time between the end of a run and `resume`, in which an agent gets no
-        completions: that of training, of a checkpoint, of an evaluation.
-        """
-        with self.watch.limit(seconds, describe) as limit:
-            async with timeout:
-                self._calls[timeout] = limit
-                try:
-                    yield
-                finally:
-                    del self._calls[timeout]
-                    self._seconds_left.pop(timeout, None)
 
     # ----------------------------------------------------------------------------------------------
     # for those who run a rollout
@@ -243,10 +223,7 @@ class EngineLoop:
         """Continue the requests and the calls that earlier runs left unfinished."""
         self._waiting = self._paused + self._waiting
         self._paused = []
-        for timeout, limit in self._calls.items():
-            self.watch.renew(limit)
-            if timeout in self._seconds_left:
-                timeout.reschedule(self.loop.time() + self._seconds_left.pop(timeout))
+        self.watch.continue_calls()
 
     @contextlib.contextmanager
     def _limited_turns(self) -> Iterator[None]:
@@ -297,17 +274,8 @@ class EngineLoop:
         if pauses:
             self._pause()
         self._tick(more=False, aborts=pauses)
-        self._stop_clocks()
+        self.watch.stop_calls()
         return task.result()
-
-    def _stop_clocks(self) -> None:
-        """Stop the time limits of unfinished calls until `resume`."""
-        for timeout, limit in self._calls.items():
-            end = timeout.when()
-            self.watch.pause(limit)
-            if end and not timeout.expired():
-                self._seconds_left[timeout] = end - self.loop.time()
-                timeout.reschedule(None)
 
     def _pause(self) -> None:
         """Keep what has been sampled of all requests, for `resume`."""

@@ -12,7 +12,7 @@ for each episode.
             return "I think of a number from 1 to 100. Which?"
 
         def step(self, state):
-            guess = int(state.answer) if state.answer.strip().isdigit() else 0
+            guess = int(state.answer) if state.answer.strip().isdecimal() else 0
             if guess == self.number:
                 return Result(reward=1.0, done=True)
             return Result(observation="higher" if guess < self.number else "lower")
@@ -20,7 +20,7 @@ for each episode.
     --env.name my_env.py:Guess --env.max-turns 8
 
 `reset`, `step` and `run` may be `async def`. Others run in threads, so both overlap with
-generation.
+generation; on CPU it waits for `reset` and `step`, so that runs repeat.
 """
 
 from collections.abc import Awaitable, Callable

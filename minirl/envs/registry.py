@@ -40,7 +40,7 @@ def make_env(name: str) -> EnvMaker:
             arguments = [argument] if argument else []
             make = partial(resolve_name(ENVS[shipped]), *arguments, **options)
         else:
-            make = partial(find_function("env.name", place, {}), **options)
+            make = partial(find_function("env.name", place, dict.fromkeys(ENVS, Env)), **options)
         env = make()
     except UserError:
         raise

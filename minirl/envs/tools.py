@@ -18,6 +18,7 @@ goes in a block without a name.
 """
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -84,7 +85,8 @@ class Tools(Env):
         if "search" in chosen:
             open_corpus(corpus)
         self.output = output
-        self.call = re.compile(rf"```({'|'.join(chosen)})\n(.*?)```", re.DOTALL)
+        fence = rf"```({'|'.join(chosen)})[ \t]*\r?\n(.*?)```"
+        self.call = re.compile(fence, re.DOTALL | re.IGNORECASE)
 
     async def reset(self, row: dict) -> Observation:
         """Return the row's prompt."""
@@ -97,7 +99,7 @@ class Tools(Env):
             return Result(done=True)
         name, text = calls[-1]
         try:
-            reply = self.tools[name](text)
+            reply = self.tools[name.lower()](text)
         except ValueError as error:
             reply = f"Error: {error}"
         if len(reply) > self.output:
@@ -136,8 +138,11 @@ def evaluate(expression: str) -> Fraction:
 
     def value(node: ast.expr) -> Fraction:
         match node:
+            case ast.Constant(value=float() as number) if 0.0 < number < math.inf:
+                # As it is written: 0.1 is 1/10.
+                return Fraction(str(ast.get_source_segment(source, node)).replace("_", ""))
             case ast.Constant(value=int() | float()):
-                return Fraction(str(node.value))  # 0.1 is 1/10
+                return Fraction(str(node.value))
             case ast.UnaryOp() if type(node.op) in OPERATORS:
                 return OPERATORS[type(node.op)](value(node.operand))
             case ast.BinOp() if type(node.op) in OPERATORS:
@@ -146,15 +151,24 @@ def evaluate(expression: str) -> Fraction:
 
     if len(expression) > 200:
         raise ValueError("an expression has 200 characters at most")
+    source = expression.strip()
     try:
-        return value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError) as error:
+        return value(ast.parse(source, mode="eval").body)
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
+    except SyntaxError as error:
         raise ValueError(str(error)) from error
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression to 28 digits. Raises ValueError if it has none."""
+    """Return the value of an expression, to 28 digits unless it is whole.
+
+    Raises:
+        ValueError: it has none.
+    """
     value = evaluate(expression)
+    if value.denominator == 1 and abs(value) < 10**100:
+        return str(value.numerator)
     return str(Decimal(value.numerator) / value.denominator)
 
 
@@ -189,7 +203,8 @@ def open_corpus(corpus: str) -> tuple[bm25s.BM25, Sequence[str]]:
                 f"{source.where(number)} has no `text`; a passage is a row with `text` and, if it "
                 "has one, `title`"
             )
-        texts.append("\n".join(filter(None, (row.get("title"), row["text"]))))
+        parts = [str(part) for part in (row.get("title"), row["text"]) if part]
+        texts.append("\n".join(parts))
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
     return index, texts

@@ -275,7 +275,7 @@ def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
 # the *whole* attention. So what a query sees may come block by block, from wherever its keys are.
 # With p = exp(s - lse):
 #
-#     dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds' q.
+#     dv = p' do;  dp = do v';  ds = p (dp - sum(do out)) scale;  dq = ds k;  dk = ds' q.
 
 
 def can_flash(q: Tensor, options: Options) -> bool:

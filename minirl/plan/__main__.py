@@ -109,6 +109,14 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
         UserError: for whatever is wrong with the flags, the config or the models.
     """
     flags, rest = parser().parse_known_args(argv)
+    for name, value in vars(flags).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        is_number = isinstance(value, int | float)
+        require(
+            not is_number or (math.isfinite(value) and value >= 0),
+            f"{flag} must be a number from 0 on",
+        )
+    require(flags.gpus_per_node >= 1, f"--gpus-per-node {flags.gpus_per_node} must be at least 1")
     card = find_card(
         flags.gpu,
         memory_gib=flags.memory_gb * 1e9 / GIB,
@@ -153,6 +161,7 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
             mean = answer or cfg.env.max_tokens / 4
             lengths = simulation.LogNormal.of_mean(mean, flags.answer_sigma, cfg.env.max_tokens)
         answer = math.ceil(lengths.mean)
+    check_averages(cfg, flags.prompt_tokens, answer)
     workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, answer)
     check(workload)
     plan = make_plan(workload, card, gpus_per_node)
@@ -161,6 +170,27 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
         tried = (flags.gpus, card, gpus_per_node, lengths, flags.turn_seconds)
         more = overlap.table(overlap.compare(workload, *tried))
     return plan, advise(workload, card, gpus_per_node), more
+
+
+def check_averages(cfg: TrainingConfig, prompt: int, answer: int) -> None:
+    """Refuse averages that are longer than the config allows. Raises UserError.
+
+    Args:
+        cfg: the config, with lengths resolved.
+        prompt: --prompt-tokens; 0: as many as it allows.
+        answer: --answer-tokens, likewise.
+    """
+    if isinstance(cfg, RLConfig):
+        limits = {
+            f"--prompt-tokens {prompt}": (prompt, "data.max_prompt_tokens"),
+            f"--answer-tokens {answer}": (answer, "env.max_tokens"),
+        }
+    else:
+        both = f"--prompt-tokens {prompt} and --answer-tokens {answer}"
+        limits = {both: (prompt + max(1, answer), "data.max_tokens")}
+    for flag, (number, setting) in limits.items():
+        most = get(cfg, setting)
+        require(number <= most, f"{flag}: {setting} = {most} is the longest; raise it")
 
 
 def guess_program(path: str | None) -> str:

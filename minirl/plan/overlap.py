@@ -50,6 +50,7 @@ class Simulated(NamedTuple):
     """A case, with its plan and what was simulated."""
 
     case: Case
+    flags: str  # That turn the config into the case.
     plan: Plan
     job: Job
     outcome: Outcome
@@ -99,6 +100,23 @@ def with_case(cfg: RLConfig, case: Case) -> RLConfig:
     if case.generators:
         engine = dataclasses.replace(engine, sleep="auto")
     return dataclasses.replace(cfg, parallel=parallel, rollout=rollout, engine=engine)
+
+
+def flags_of(case: Case, cfg: RLConfig) -> str:
+    """Return the flags of a case, and those that take back what the config says otherwise."""
+    flags = case.flags
+    changed = with_case(cfg, case)
+    settings = {
+        "parallel.generators": (cfg.parallel.generators, changed.parallel.generators),
+        "rollout.overlap": (cfg.rollout.overlap, changed.rollout.overlap),
+        "rollout.ahead": (cfg.rollout.ahead, changed.rollout.ahead),
+        "rollout.kv": (cfg.rollout.kv, changed.rollout.kv),
+        "engine.sleep": (cfg.engine.sleep, changed.engine.sleep),
+    }
+    for name, (before, after) in settings.items():
+        if after != before and f"--{name}" not in flags:
+            flags += f" --{name} {after}"
+    return flags
 
 
 def job_of(
@@ -197,7 +215,7 @@ def compare(
         job = job_of(plan, lengths, turn_seconds)
         job = dataclasses.replace(job, steps=steps or job.steps)
         outcome = simulate(case, job, recompute=cfg.rollout.kv == "recompute")
-        results.append(Simulated(case, plan, job, outcome))
+        results.append(Simulated(case, flags_of(case, cfg), plan, job, outcome))
     done = {result.case.way for result in results}
     missing = {way: reason for way, reason in reasons.items() if way not in done}
     return Comparison(results, missing)
@@ -230,13 +248,13 @@ def table(comparison: Comparison) -> str:
     limit = min(map(_seconds, results)) / LEAST_GAIN
     fast = [result for result in results if _seconds(result) <= limit]
     fastest = min(fast, key=lambda result: (result.outcome.staleness, _seconds(result)))
-    words = f"fastest: {fastest.case.flags}"
+    words = f"fastest: {fastest.flags}"
     is_split = fastest.case.generators > 0
     others = [result for result in results if (result.case.generators > 0) != is_split]
     if others:
         other = min(others, key=_seconds)
         kind = "ranks that do both" if is_split else "generators on ranks of their own"
-        words += f"; the fastest of {kind}, {other.case.flags}, takes "
+        words += f"; the fastest of {kind}, {other.flags}, takes "
         words += f"{_seconds(other) / _seconds(fastest):.2f} times as long"
     if _seconds(fastest) > min(map(_seconds, results)):
         within = f"{1 - LEAST_GAIN:.0%} of the least, and its tokens are younger"
@@ -256,7 +274,7 @@ def _line(result: Simulated) -> str:
     memory += [""] * (not is_split)
     return (
         f"{outcome.seconds:9.1f}{idle[0]:>7}{idle[1]:>6}{outcome.staleness:7.1f}"
-        f"{outcome.most_stale:6}{memory[0]:>7}{memory[1]:>6}  {result.case.flags}"
+        f"{outcome.most_stale:6}{memory[0]:>7}{memory[1]:>6}  {result.flags}"
     )
 
 

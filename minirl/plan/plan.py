@@ -329,7 +329,9 @@ class Engine:
     def stays(self, sleep: Sleep) -> Parts:
         """Return what is on the device while the trainer works."""
         if sleep == "none":
-            return {"engine": self.total - CONTEXT}
+            # Under the names that `in_refit` has for them: there they are, too.
+            named = {"engine's weights": self.weights, "engine's graphs": self.graphs}
+            return named | {"engine": self.total - CONTEXT - sum(named.values())}
         weights = self.weights if sleep == "cache" else 0.0
         return {"engine's graphs": self.graphs, "engine's weights": weights}
 

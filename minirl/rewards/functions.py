@@ -10,8 +10,6 @@ import re
 from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.sandbox import runner
 
-FENCE_FLAGS = re.DOTALL | re.IGNORECASE
-
 
 def exact(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the completion is the answer, apart from spaces at the ends."""
@@ -36,7 +34,7 @@ def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
     It runs in a process with limits; a completion that reaches one earns 0, as a StoppedGrade.
     """
     answer = str(row["answer"])
-    if "$" not in answer and "\\boxed" not in answer:
+    if not re.search(r"(?<!\\)\$|\\boxed|\\\[|\\\(", answer):
         # Bare LaTeX, as in MATH, would be read as a text with some number in it.
         answer = f"${answer}$"
     return graders.pool("math_verify").grade(answer, completion)
@@ -55,12 +53,12 @@ def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:
 def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the program in the completion passes the row's `tests`.
 
-    The program is the completion's last fenced block, or all of it. The tests are Python statements
+    The program is the completion's last fenced block of Python, else the last that names no
+    language, or all of it. The tests are Python statements
     that run in the sandbox, in another process than the program (sandbox/inside/trial.py). What the
     program prints does not count, nor that it ends by sys.exit(0).
     """
-    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
-    program = blocks[-1] if blocks else completion
+    program = runner.program_in(completion)
     passed = runner.passes(program, row["tests"], runner.ProgramLimits(seconds=10.0))
     return float(passed)
 
@@ -96,4 +94,5 @@ def why_not(name: str, row: dict) -> str:
         case "python_tests":
             if not isinstance(row.get("tests"), str):
                 return "runs the text in the column `tests`, and a row has none"
+            return runner.why_no_tests(row["tests"])
     return ""

@@ -411,7 +411,7 @@ class EpisodeRunner:
         try:
             async with slot:
                 longest = 2 * seconds + CANCEL_SECONDS
-                async with self.engine_loop.limit_call(timeout, longest, lambda: too_slow):
+                async with self.engine_loop.watch.limit_call(timeout, longest, lambda: too_slow):
                     if is_async:
                         return await function(*arguments)
                     return await in_thread(function, *arguments)

@@ -261,7 +261,7 @@ class Sampler:
         num_samples: int,
         sampling: Sampling,
         *,
-        version: int = 0,
+        version: int | None = None,
         can_stop: bool = True,
     ) -> list[Trajectory] | None:
         """Run `num_samples` episodes of each ticket, together with the engines of the other ranks.
@@ -273,7 +273,7 @@ class Sampler:
             tickets: numbers of prompts.
             num_samples: episodes of each.
             sampling: how to sample.
-            version: optimizer steps that the weights have seen.
+            version: optimizer steps that the weights have seen; None: the loop's.
             can_stop: a signal interrupts it.
 
         Returns:
@@ -283,7 +283,9 @@ class Sampler:
         Raises:
             UserError: a reward function failed, or an environment with env.on_error raise.
         """
+        version = self.engine_loop.version if version is None else version
         self.engine_loop.version = version
+        num_discarded = self.engine_loop.discarded_tokens
         self.runner.troubles.clear()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
@@ -291,6 +293,7 @@ class Sampler:
         groups = self._run_groups(
             scheduler, make_group, tickets, num_samples, goals, pauses=True, can_stop=can_stop
         )
+        self.engine_loop.discarded_tokens = num_discarded  # Of training alone.
         if can_stop and self.mesh.agree_to_stop():
             return None  # without waiting for the rewards that are still being computed
         trajectories = list(itertools.chain.from_iterable(g.trajectories() for g in groups))

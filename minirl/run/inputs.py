@@ -38,7 +38,7 @@ from minirl.config.shared import (
 )
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import check_settings, validate_warmup
-from minirl.data.chat import has_calls
+from minirl.data.formats import has_calls
 from minirl.data.lengths import LengthBound, check_lengths
 from minirl.data.order import Mark, read_rows
 from minirl.data.prompts import Prompts, open_prompts
@@ -386,6 +386,11 @@ def find_model(
     else:
         folder = build.find_folder(model, setting)
         config = build.read_config(folder)
+        require(
+            not isinstance(cfg, SamplingConfig) or causal.SCORE not in open_weights(folder),
+            f"{where} is a reward model, which gives scores and no answers: its weights have "
+            f"{causal.SCORE}; name a language model",
+        )
 
     max_images = 0
     if isinstance(cfg, SamplingConfig):

@@ -169,7 +169,8 @@ def check_loss(cfg: AlgoConfig) -> None:
     batch = make_batch(3, with_reference=cfg.kl_coef > 0)
     logprobs = batch.engine_logprobs.clone().requires_grad_()
     try:
-        loss, metrics = user_loss(batch, logprobs, batch.old_entropy.clone(), cfg)
+        entropy = batch.old_entropy.clone().requires_grad_()
+        loss, metrics = user_loss(batch, logprobs, entropy, cfg)
     # The user's code may raise anything.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         problem = f"{type(error).__name__}: {error}{line_of(error)}"

@@ -1,11 +1,13 @@
 """Run an untrusted Python program in a process and a folder that can reach nothing else."""
 
+import ast
 import contextlib
 import functools
 import itertools
 import json
 import math
 import os
+import re
 import selectors
 import signal
 import socket
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,9 @@ SECONDS_BETWEEN_LOOKS = 0.05
 MAX_NAMES = 4096  # Files and folders that a program may have.
 MAX_THREADS = 256
 MAX_PATH = 4000  # Bytes. The kernel takes 4095.
+FENCE_FLAGS = re.DOTALL | re.IGNORECASE
+# A fenced block of whole lines: its indentation, what its first line says, and the lines.
+BLOCK = re.compile(r"^([ \t]*)```([^\n`]*)\n(.*?)^\1```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,44 @@ def passes(program: str, tests: str, limits: ProgramLimits) -> bool:
     """
     check_supported()
     return _run(program, limits, tests)[1]
+
+
+def program_in(completion: str) -> str:
+    """Return the last fenced block of Python in a text.
+
+    Else it is the last block that names no language, or the whole text.
+    """
+    named = []
+    unnamed = []
+    for indent, language, block in BLOCK.findall(completion.replace("\r\n", "\n")):
+        words = language.lower().split() or [""]
+        if words[0] in ("python", "python3", "py"):
+            named.append(textwrap.dedent(block) if indent else block)
+        elif not words[0]:
+            unnamed.append(block)
+    if named or unnamed:
+        return (named or unnamed)[-1]
+    # One that ends in the line of its last statement.
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
+    return blocks[-1] if blocks else completion
+
+
+def why_no_tests(tests: str) -> str:
+    """Return why every program would pass a text of tests, or none; empty: it checks something."""
+    try:
+        statements = ast.parse(tests).body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return f"runs the column `tests` as Python, and that of a row is none ({error})"
+    for statement in statements:
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
+            continue
+        is_value = isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
+        if not is_value or any(isinstance(part, ast.Call) for part in ast.walk(statement)):
+            return ""
+    return (
+        "runs the column `tests`, and that of a row checks nothing: it only defines and imports; "
+        "let it assert, or call what it defines, such as check(f)"
+    )
 
 
 @functools.cache

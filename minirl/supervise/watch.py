@@ -86,6 +86,7 @@ class Watch(Oversight):
         self._secrets = [""]  # Of all ranks, in rank order.
         self._has_store = False  # The store is in this process and ends with it.
         self._sources = selectors.DefaultSelector()  # Of signals, and of the ends of other ranks.
+        self._was_asked = False  # By a signal to this rank.
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
         self._ending = threading.Lock()  # Kept by the one thread that ends this process.
@@ -334,7 +335,8 @@ class Watch(Oversight):
                 self._leave_if_over(self._store)  # another rank has failed
             except dist.DistError:
                 leave(CRASH)  # torchrun ends the other ranks when that with the store has failed
-        is_second = self.requested and (number == signal.SIGINT or self._had_interrupt)
+        # Of this rank: what asked another one may be the same Ctrl-C, a moment earlier.
+        is_second = self._was_asked and (number == signal.SIGINT or self._had_interrupt)
         if is_second or not self.can_save:
             nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
             hint = "; continue with --resume" if self.can_resume else ""
@@ -345,6 +347,7 @@ class Watch(Oversight):
             code = DONE if can_resume else BY_SIGNAL + number
             text = f"{number.name}: ended at once, {nothing}{hint}"
             self.end_all(text, code, is_at_once=True)
+        self._was_asked = True
         if number == signal.SIGINT:
             self._had_interrupt = True
         if not self.requested:

@@ -262,9 +262,8 @@ class Policy:
                 self.num_skipped += 1
             self.model.zero_grad()
             self.num_updates += 1
-        if not has_tokens:
-            return {}
-        return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
+        metrics |= {"lr": lr, "skipped_updates": float(not is_finite)}
+        return metrics if has_tokens else {}
 
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""

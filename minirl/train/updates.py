@@ -84,10 +84,8 @@ def update_in_passes(
             lr = learning_rate(model.cfg, model.num_updates, num_updates)
             if metrics := model.update(minibatches[number], loss, lr):
                 updates.append(metrics)
-    if not updates:
-        return {}
     means = {}
-    for name in updates[0]:
+    for name in next(iter(updates), {}):
         values = [update[name] for update in updates]
         means[name] = max(values) if name.endswith("_max") else float(np.mean(values))
     return means

@@ -26,6 +26,10 @@ def main(argv: list[str]) -> int:
             flags.share is None or 0 < flags.share <= 1,
             f"--share {flags.share} must be above 0 and at most 1",
         )
+        require(
+            flags.export or flags.share is None,
+            f"--share {flags.share} is of an export; name its file by --export",
+        )
         runs = [Run(Path(path)) for path in flags.runs]
         if flags.export:
             num_exported, num_groups = export(runs, Path(flags.export), flags.share)

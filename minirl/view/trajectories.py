@@ -108,6 +108,8 @@ class Table:
         if query.unequal:
             keep &= ~groups["equal"]
         kept = np.flatnonzero(keep)
+        known = groups.dtype.names or ()
+        require(query.sort in known, f"sort = {query.sort}: give one of {', '.join(known)}")
         values = groups[query.sort][kept].astype(np.float64)
         values = values if query.ascending else -values
         # What has no value comes last; equal ones in the order of steps.

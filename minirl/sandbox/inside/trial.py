@@ -28,7 +28,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from datetime import date, datetime
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from types import ModuleType
@@ -52,6 +52,15 @@ KINDS: dict[str, tuple[type, Callable[[Any], Iterable], Callable[[list], object]
     "Decimal": (Decimal, lambda it: [str(it)], lambda items: Decimal(*items)),
     "datetime": (datetime, lambda it: [str(it)], lambda items: datetime.fromisoformat(*items)),
     "date": (date, lambda it: [str(it)], lambda items: date.fromisoformat(*items)),
+    "time": (time, lambda it: [str(it)], lambda items: time.fromisoformat(*items)),
+    "timedelta": (
+        timedelta,
+        lambda it: [it.days, it.seconds, it.microseconds],
+        lambda items: timedelta(*items),
+    ),
+    "keys": (type({}.keys()), list, lambda items: dict.fromkeys(items).keys()),
+    "values": (type({}.values()), list, lambda items: dict(enumerate(items)).values()),
+    "items": (type({}.items()), list, lambda items: dict(items).items()),
 }
 LISTS: tuple[Any, ...] = (tuple, set, frozenset, collections.deque, bytes, bytearray)
 for kind in LISTS:
