@@ -386,11 +386,6 @@ def find_model(
     else:
         folder = build.find_folder(model, setting)
         config = build.read_config(folder)
-        require(
-            not isinstance(cfg, SamplingConfig) or causal.SCORE not in open_weights(folder),
-            f"{where} is a reward model, which gives scores and no answers: its weights have "
-            f"{causal.SCORE}; name a language model",
-        )
 
     max_images = 0
     if isinstance(cfg, SamplingConfig):
@@ -404,6 +399,11 @@ def find_model(
             "data.max_prompt_tokens + rollout.max_tokens (or eval.max_tokens), and it if it is set,"
         )
         checks.check_positions(config, where, "engine.max_model_len", longest(cfg), cure)
+        require(
+            model == "scratch" or causal.SCORE not in open_weights(folder),
+            f"{where} is a reward model, which gives scores and no answers: its weights have "
+            f"{causal.SCORE}; name a language model",
+        )
     else:
         checks.check_supported(config, where)
         checks.check_positions(config, where, "data.max_tokens", longest(cfg), "it")
