@@ -363,6 +363,39 @@ def test_a_program_on_a_gpu_says_memory_and_no_time():
 
 
 # --------------------------------------------------------------------------------------------------
+# several nodes
+
+
+def test_shards_of_several_nodes_come_once_to_a_node():
+    """By hand: each rank gets its part of what its node lacks, and hands it on meanwhile."""
+    card = cards.CARDS["h100"]
+    size = 7e9
+    assert card.gathering(size, 8, 8) == card.sending(size)
+    # Six of eight shards are in other nodes; a half of them comes to each of two ranks.
+    assert card.gathering(size, 8, 2) == card.sending(6e9 / 2, across=True)
+    # Over eight ranks' network cards they come faster than the link hands them on.
+    assert card.gathering(size, 32, 8) == card.sending(size)
+    # With one rank a node, all of it comes from other nodes.
+    assert card.gathering(size, 4, 1) == card.sending(size, across=True)
+
+
+def test_ranks_of_a_tensor_send_in_their_node_and_a_refit_across_nodes():
+    node = plan_of(workload_of("Qwen3-32B", 8, parallel__tensor=4))
+    nodes = plan_of(workload_of("Qwen3-32B", 32, parallel__tensor=4))
+    card = nodes.card
+    training = nodes.trained["policy"]
+    between = card.sending(training.sent["annotate"].to_sequence)
+    gathered = card.gathering(training.sent["annotate"].to_shards, 8, 2)
+    assert training.wire_seconds["annotate"] == between + gathered
+    # Three quarters of the weights are in the other three nodes.
+    weights = nodes.engine.weights
+    assert nodes.seconds["refit"] == card.sending(weights * 3 / 4, across=True)
+    assert node.seconds["refit"] == card.sending(weights * 7 / 8)
+    replicas = plan_of(workload_of("Qwen3-32B", 32, parallel__tensor=4, parallel__replicate=4))
+    assert replicas.seconds["refit"] == card.sending(weights * 31 / 32)
+
+
+# --------------------------------------------------------------------------------------------------
 # generators and trainers
 
 

@@ -141,7 +141,10 @@ def differences(case: Case, dry: Cost) -> dict[str, float]:
             sum(dry.alive[phase].values()),
         )
     seconds = [cost.seconds["forward"] + cost.seconds["backward"] for cost in (formula, dry)]
-    sent = [cost.wire["forward"] + cost.wire["backward"] for cost in (formula, dry)]
+    sent = [
+        formula.sent["forward"].total + formula.sent["backward"].total,
+        dry.wire["forward"] + dry.wire["backward"],
+    ]
     pairs |= {"seconds": (seconds[0], seconds[1]), "wire": (sent[0], sent[1])}
     return {name: a / b - 1 for name, (a, b) in pairs.items()}
 

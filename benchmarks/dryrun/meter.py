@@ -376,13 +376,12 @@ class Meter(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0]))
         if len(ranks) == 1:
             return
-        node_of_rank = {rank // self.gpus_per_node for rank in ranks}
-        speed = self.card.link_gb if len(node_of_rank) == 1 else self.card.network_gb
+        num_nodes = len({rank // self.gpus_per_node for rank in ranks})
         num_bytes = max(t.nbytes for t in tensors) * (len(ranks) - 1) / len(ranks)
         if name == "c10d::allreduce_":
             num_bytes *= 2
-        seconds = num_bytes / (speed * 1e9 * REACHED["wire"]) + SHORTEST_COLLECTIVE
-        self._book(WIRE, Work(1, seconds, 0, num_bytes))
+        seconds = self.card.gathering(num_bytes, len(ranks), len(ranks) // num_nodes)
+        self._book(WIRE, Work(1, seconds + SHORTEST_COLLECTIVE, 0, num_bytes))
 
     def _book(self, kind: str, work: Work) -> None:
         total = self.phases[self.phase].work[kind]

@@ -48,6 +48,22 @@ class Card:
         """Return the seconds of sending bytes to GPUs of the node, or across nodes."""
         return size / ((self.network_gb if across else self.link_gb) * 1e9 * REACHED["wire"])
 
+    def gathering(self, size: float, ranks: int, in_node: int) -> float:
+        """Return the seconds in which ranks gather what they have shards of, or sum up and divide.
+
+        What comes from other nodes comes once to a node, to each of its ranks a part, which it
+        hands on by the link meanwhile (NCCL's rings: 340 GB/s on 32 nodes of 8 H100, nccl#1218).
+
+        Args:
+            size: bytes that a rank gets from the others.
+            ranks: how many share.
+            in_node: how many of them are in a node.
+        """
+        if ranks == in_node:
+            return self.sending(size)
+        from_nodes = size * (ranks - in_node) / (ranks - 1) / in_node
+        return max(self.sending(size), self.sending(from_nodes, across=True))
+
     def to_host(self, size: float) -> float:
         """Return the seconds of copying bytes to the host or back."""
         return size / (self.host_gb * 1e9)

@@ -424,8 +424,8 @@ class Training:
     # on the wire
 
     @cached_property
-    def wire(self) -> dict[str, float]:
-        """Return the bytes that pass the link of the rank in each phase."""
+    def sent(self) -> dict[str, "Sent"]:
+        """Return the bytes that pass the link of the rank in each phase, by whom they go to."""
         parallel = self.parallel
         num_micro = self.load.num_micro
         others = 1 - 1 / self.shards
@@ -450,28 +450,52 @@ class Training:
             of_row += num * (sent + travel * (1 - 1 / parallel.experts))
         between = of_row * self.rows * self.element
         # The root stays gathered until the backward of a step's last micro-batch.
-        forward = received + self.root_bytes / num_micro * others + between
+        forward = Sent(received + self.root_bytes / num_micro * others, between)
         if not self.trains:
             return {"annotate": forward}
         reduced = self.trained_gathered * WIDE * others / (num_micro if self.keeps_whole else 1)
-        backward = received * self.policy.reshard_after_forward + reduced + self.over_replicas
-        backward += (1.5 if self.checkpointing != "off" else 1.0) * between
-        return {"annotate": forward, "forward": forward, "backward": backward, "optimizer": 0.0}
+        again = 1.5 if self.checkpointing != "off" else 1.0
+        backward = Sent(
+            received * self.policy.reshard_after_forward + reduced,
+            again * between,
+            self.over_replicas,
+        )
+        return {"annotate": forward, "forward": forward, "backward": backward, "optimizer": Sent()}
 
     @cached_property
     def wire_seconds(self) -> dict[str, float]:
         """Return how long that takes where nothing else has to be waited for."""
         card = self.card
-        across = self.world_size // self.parallel.replicate > self.gpus_per_node
-        seconds = {name: card.sending(size, across=across) for name, size in self.wire.items()}
-        if "backward" in seconds and self.world_size > self.gpus_per_node and not across:
-            seconds["backward"] += card.sending(self.over_replicas, across=True)
+        parallel = self.parallel
+        per_node = self.gpus_per_node
+        # Ranks of a tensor, then of a context, are neighbours, as those are that divide experts.
+        of_sequence = max(self.tensor * parallel.context, parallel.experts)
+        shards_in_node = min(self.shards, max(1, per_node // self.tensor))
+        seconds = {}
+        for name, sent in self.sent.items():
+            seconds[name] = card.gathering(sent.to_shards, self.shards, shards_in_node)
+            seconds[name] += card.sending(sent.to_sequence, across=of_sequence > per_node)
+            seconds[name] += card.sending(sent.to_replicas, across=self.world_size > per_node)
         if self.policy.cpu_offload:
             # Shards come from the host for each pass, and gradients go there.
             shard = self.model.parameters / self.tensor / self.shards
             for name in seconds:
                 seconds[name] += card.to_host(WIDE * shard * (2 if name == "backward" else 1))
         return seconds
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that pass the link of a rank, by whom they come from and go to."""
+
+    to_shards: float = 0.0  # Ranks among which FSDP divides weights.
+    to_sequence: float = 0.0  # Ranks that share sequences: of a tensor, a context, experts.
+    to_replicas: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return all of them."""
+        return self.to_shards + self.to_sequence + self.to_replicas
 
 
 def forward_flops(model: ModelSizes, rows: float, loss_rows: float, pairs: float) -> float:

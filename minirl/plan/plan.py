@@ -485,6 +485,7 @@ class Plan:
         self.offloads = sleep == "all"  # Models are in host memory while they do not compute.
         self.workload = workload
         self.card = card
+        self.gpus_per_node = gpus_per_node
         self.checkpointing = checkpointing
         self.limit = card.memory_gib * GIB * (1 - FRAGMENTS)  # Bytes that a GPU has for all this.
         self.engine = Engine(workload, workload.engine, card) if workload.engine else None
@@ -665,8 +666,11 @@ class Plan:
             moved += (training.parameters + training.optimizer) * self._sleeps(name)
         if engine:
             seconds["rollout"] = engine.seconds()
-            # A rank has its own shard already.
-            seconds["refit"] = card.sending(engine.weights * (1 - 1 / workload.world_size))
+            # A rank has its own shard already, and a node what its ranks have.
+            received = engine.weights * (1 - 1 / workload.world_size)
+            replica = workload.world_size // policy.parallel.replicate
+            from_nodes = engine.weights * (1 - min(1, self.gpus_per_node / replica))
+            seconds["refit"] = max(card.sending(received), card.sending(from_nodes, across=True))
             if policy.model.adapters:
                 merged = MERGE_BYTES * policy.model.parameters / policy.shards / policy.tensor
                 seconds["refit"] += card.moving(merged) + card.to_host(policy.sleeping_base)
