@@ -133,6 +133,23 @@ def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, backgro
     assert all(torch.equal(p, state["model"][n]) for n, p in parameters.items())
 
 
+def resume_with_other_settings(mesh, folder, run):
+    cfg = PolicyConfig(dtype="float64", betas=(0.5, 0.6), adam_eps=0.1, weight_decay=3.0)
+    policy = Policy(cfg, folder, mesh)
+    load_checkpoint(newest_checkpoint(run), policy)
+    names = ("betas", "eps", "weight_decay")
+    groups = [group for part in policy.optimizer.parts for group in part.param_groups]
+    return [[group[name] for name in names] for group in groups]
+
+
+def test_a_resumed_optimizer_has_the_settings_of_the_config(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    ranks(1, save, folder, tmp_path / "run", False, False)
+    decayed, *others = ranks(1, resume_with_other_settings, folder, tmp_path / "run")[0]
+    assert decayed == [(0.5, 0.6), 0.1, 3.0]
+    assert all(group[:2] == [(0.5, 0.6), 0.1] for group in others)
+
+
 def save_before_the_first_update(mesh, folder, run):
     weights = []
     for way in ("never saved", "saved", "resumed"):

@@ -403,6 +403,19 @@ IMPOSSIBLE = [
         "copy; use 1",
     ),
     (
+        {"algo__correction__low": 0.5},
+        "algo.correction.preset = 'tis', algo.correction.mode = None, algo.correction.low = 0.5: ",
+    ),
+    (
+        {"algo__correction__preset": "icepop", "algo__correction__divergence": 0.1},
+        "algo.correction.preset = 'icepop', algo.correction.gate = None, "
+        "algo.correction.divergence = 0.1: the gate looks at the ratio; set gate",
+    ),
+    (
+        {"algo__correction__preset": "off", "algo__correction__high": 3.0},
+        "algo.correction.preset = 'off', algo.correction.level = None, algo.correction.low = None,",
+    ),
+    (
         {"parallel__experts_across_nodes": True},
         "parallel.experts_across_nodes = True, parallel.experts = 1: it is about",
     ),

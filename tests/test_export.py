@@ -14,15 +14,23 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 import tiny
 from benchmarks import growth_save
 from harness import RankFailed, ranks
 from minirl.base.errors import UserError
 from minirl.checkpoint import exporting
-from minirl.checkpoint.exporting import Exporter, plan_folder, spread, write_companions
+from minirl.checkpoint.exporting import (
+    Exporter,
+    name_special_tokens,
+    plan_folder,
+    spread,
+    write_companions,
+    write_rope_alike,
+)
 from minirl.config.policy import ParallelConfig, PolicyConfig
-from minirl.model import families
+from minirl.model import build, families
 from minirl.train.policy import Policy
 
 SMALL_FILE_BYTES = 100_000
@@ -258,6 +266,41 @@ def test_where_no_folder_can_be_made(tmp_path):
         ranks(2, export_to, folder, tmp_path / "file" / "out")
     assert failed.value.kind == "UserError"
     assert "file/out could not be written (rank 0: NotADirectoryError" in failed.value.text
+
+
+def test_companions_are_read_by_transformers_4_too():
+    """Its names: `rope_theta` and `rope_scaling` of positions, a list of additional tokens."""
+    config = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    write_rope_alike(config)
+    assert config["rope_theta"] == 1e6 and "rope_scaling" not in config
+    yarn = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}
+    config = {"text_config": {"rope_parameters": yarn}}
+    write_rope_alike(config)
+    assert config["text_config"]["rope_theta"] == 1e6
+    assert config["text_config"]["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+    by_kind = {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}}
+    config = dict(by_kind)
+    write_rope_alike(config)
+    assert config == by_kind
+    tokens = {"extra_special_tokens": ["<a>"], "eos_token": "<b>"}
+    name_special_tokens(tokens)
+    assert tokens == {"additional_special_tokens": ["<a>"], "eos_token": "<b>"}
+
+
+def test_an_export_is_the_config_that_it_was_for_transformers_5(tmp_path):
+    folder = tiny.make(tmp_path / "model", "qwen3")
+    made = json.loads((folder / "config.json").read_bytes())
+    made["rope_parameters"] = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 2.0}
+    made["rope_parameters"]["original_max_position_embeddings"] = 64
+    (folder / "config.json").write_text(json.dumps(made))
+    out = tmp_path / "out"
+    out.mkdir()
+    write_companions(plan_folder(folder, {}, torch.float32, 1), out)
+    written = json.loads((out / "config.json").read_bytes())
+    assert written["rope_theta"] == 1e6 and written["rope_scaling"]["factor"] == 2.0
+    rope = AutoConfig.from_pretrained(out).rope_parameters
+    assert rope == AutoConfig.from_pretrained(folder).rope_parameters
+    assert build.read_config(out).rope_parameters == rope
 
 
 def test_files_are_spread_by_bytes():

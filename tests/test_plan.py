@@ -735,6 +735,13 @@ def test_a_plan_without_weights(capsys, monkeypatch, config_file):
         assert part in out
 
 
+def test_lengths_that_a_run_refuses_are_not_planned(capsys, monkeypatch, config_file):
+    code, out, err = run(capsys, monkeypatch, "--config", config_file, "--tokens-per-rank", 10)
+    assert (code, out) == (2, "") and "tokens_per_rank = 10" in err
+    code, out, err = run(capsys, monkeypatch, "--config", config_file, "--engine.max-model-len", 20)
+    assert (code, out) == (2, "") and "engine.max_model_len = 20" in err
+
+
 def test_a_plan_of_both_kinds_of_ranks(capsys, monkeypatch, config_file):
     split = ["--parallel.generators", 2, "--rollout.overlap", "inflight"]
     code, out, err = run(capsys, monkeypatch, "--config", config_file, *split)

@@ -538,6 +538,10 @@ def test_a_token_that_ends_answers_does_not_fill_up():
         filling_token_id(tokenizer, [1], "m")
     tokenizer.bos_token = "<|user|>"
     assert filling_token_id(tokenizer, [1], "m") == 3
+    # As Qwen3: no bos, and pad ends answers, too; another special token ends nothing.
+    tokenizer.bos_token = None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    assert filling_token_id(tokenizer, [1], "m") == 3
 
 
 # --------------------------------------------------------------------------------------------------

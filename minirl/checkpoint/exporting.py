@@ -158,12 +158,47 @@ def write_companions(plan: FolderPlan, folder: Path) -> None:
         config.num_labels = 1
         stops = stop_token_ids(tokenizer, source)
         config.pad_token_id = filling_token_id(tokenizer, stops, str(source))
+        config.get_text_config().pad_token_id = config.pad_token_id
         tokenizer.pad_token_id = config.pad_token_id
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    rewrite_json(folder / "config.json", write_rope_alike)
+    rewrite_json(folder / "tokenizer_config.json", name_special_tokens)
     # The library would refuse to write some generation configs that it reads.
     for file in [*source.glob("generation_config.json"), *source.glob("*processor_config.json")]:
         shutil.copy(file, folder)
+
+
+def rewrite_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the values of a JSON file."""
+    values = json.loads(path.read_bytes())
+    change(values)
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_rope_alike(config: dict[str, Any]) -> None:
+    """Give the rotary positions of a config.json their former names, too.
+
+    transformers 4 and vLLM with it read `rope_theta` and `rope_scaling`, and would take the base
+    10,000 where only transformers 5's `rope_parameters` is.
+    """
+    for values in (config, config.get("text_config", {})):
+        rope = values.get("rope_parameters") or {}
+        if "rope_theta" not in rope:  # Or by kinds of layers, for which there is no former name.
+            continue
+        values["rope_theta"] = rope["rope_theta"]
+        if rope["rope_type"] != "default":
+            scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+            values["rope_scaling"] = scaling
+
+
+def name_special_tokens(config: dict[str, Any]) -> None:
+    """Give a list of special tokens in a tokenizer_config.json the name that transformers 4 reads.
+
+    There, `extra_special_tokens` is a dictionary, and a list of that name an error.
+    """
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
 
 
 def export(policy: Policy, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -336,6 +336,11 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
                 f"{name}.model = {policy.folder} {list(p.shape)}; start in another output folder",
             )
         read_state(checkpoint, state)
+        groups = [group for part in policy.optimizer.parts for group in part.param_groups]
+        settings = [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in groups
+        ]
         set_state_dict(
             policy.model,
             policy.optimizer.parts,
@@ -343,6 +348,10 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
             optim_state_dict=state[f"{prefix}optimizer"],
             options=_state_options(policy),
         )
+        # It has put the checkpoint's betas and weight decay in place of the config's.
+        groups = [group for part in policy.optimizer.parts for group in part.param_groups]
+        for group, of_config in zip(groups, settings, strict=True):
+            group.update(of_config)
     if not saved["stepped"]:
         policy.forget_optimizer_state()
     policy.num_updates = saved["num_updates"]

@@ -114,7 +114,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
     if cfg.reward.model:
         setting = "engine.max_model_len + 1, for the end that reward.model reads,"
-        _budget(cfg, setting, longest + cfg.eval_extra_tokens + 1)
+        validate_budget(cfg, setting, longest + cfg.eval_extra_tokens + 1)
     validate_model(cfg.critic, "critic", cfg.parallel.tensor)
 
     # What a step samples.
@@ -122,7 +122,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     extra = rollout.extra_prompts
     # What one of a file compares is looked up where it is imported (run/inputs.py).
     compares = ":" not in cfg.algo.advantage and cfg.algo.advantage not in COMPARE_NOTHING
-    is_cut = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, -1, 0.0)
+    is_cut = (rollout.top_p, max(0, rollout.top_k), rollout.min_p) != (1.0, 0, 0.0)
     by_engine = cfg.sft.num_steps or rollout.ahead or rollout.dump
     by_evaluation = cfg.checkpoint.best_metric or cfg.stop_at
     generators = cfg.parallel.generators
@@ -173,13 +173,29 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     critic = cfg.critic
     ref = cfg.ref
     distills = algo.advantage == "on_policy_distill"
-    is_dppo = algo.correction.preset.startswith("dppo")
+    correction = algo.correction
+    is_dppo = correction.preset.startswith("dppo")
+    is_off = (correction.level or correction.preset) == "off"
+    bounds = (correction.low, correction.high, correction.divergence)
+    has_bounds = any(bound is not None for bound in bounds)
+    truncates = (correction.mode or correction.preset) in ("tis", "off", "truncate")
+    by_ratio = not is_dppo and correction.gate in (None, "ratio")
     no_kl = "algo.kl_coef: no KL is computed and no reference is loaded; set algo.kl_coef above 0"
     has_kl = algo.kl_coef > 0
     rules |= {
         "algo.dual_clip: it must be 0 (off) or above 1": algo.dual_clip and algo.dual_clip <= 1,
         "algo.dual_clip, algo.loss: cispo has its bound; set dual_clip to 0": (
             algo.dual_clip and algo.loss == "cispo"
+        ),
+        "algo.correction.preset, algo.correction.level, algo.correction.low, algo.correction.high, "
+        "algo.correction.divergence: nothing is corrected; unset the bounds, or set the level": (
+            is_off and has_bounds
+        ),
+        "algo.correction.preset, algo.correction.mode, algo.correction.low: only high bounds the "
+        "ratio where it is truncated; set mode clip, or unset low": truncates and correction.low,
+        "algo.correction.preset, algo.correction.gate, algo.correction.divergence: the gate looks "
+        "at the ratio; set gate binary_kl or tv, or unset divergence": (
+            by_ratio and correction.divergence is not None
         ),
         "algo.correction.preset, algo.loss: dppo replaces the clip of ppo; set loss to ppo": (
             is_dppo and algo.loss != "ppo"
@@ -386,7 +402,7 @@ def _training(
     of_ranks = f"of the {world_size} ranks some must be left to train"
     _refuse(cfg, {f"parallel.generators: {of_ranks}": generators >= world_size})
     validate_parallel(cfg.parallel, world_size - generators)
-    _budget(cfg, setting, longest)
+    validate_budget(cfg, setting, longest)
     validate_model(cfg.policy, "policy", cfg.parallel.tensor)
     metric = cfg.checkpoint.best_metric
     every = cfg.checkpoint.every
@@ -416,8 +432,12 @@ def _training(
     _refuse(cfg, rules)
 
 
-def _budget(cfg: RLConfig | SupervisedConfig, setting: str, longest: int) -> None:
-    """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
+def validate_budget(cfg: TrainingConfig, setting: str, longest: int) -> None:
+    """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting.
+
+    Raises:
+        UserError: tokens_per_rank is too small.
+    """
     if not cfg.tokens_per_rank:
         return  # The planner takes enough.
     num_tokens = cfg.tokens_per_rank * cfg.parallel.context

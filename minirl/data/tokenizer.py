@@ -208,7 +208,9 @@ def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], wh
     Raises:
         UserError: the tokenizer has no such token; `where` begins the message.
     """
-    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
+    usual = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    # Qwen3 has none of these: its pad token ends answers, too. The last ones are for images.
+    for token in (*usual, *reversed(tokenizer.all_special_ids)):
         if token is not None and token not in stop_ids:
             return token
     raise UserError(

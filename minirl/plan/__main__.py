@@ -130,6 +130,8 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
     validate.resolve_dtypes(cfg, "bfloat16")
     if isinstance(cfg, RLConfig):
         validate.resolve_lengths(cfg)
+        validate.validate_sampling(cfg)
+        validate.validate_budget(cfg, "engine.max_model_len", cfg.engine.max_model_len)
     configs = {}
     for setting, role in MODELS.items():
         model = get(cfg, setting)

@@ -131,6 +131,10 @@ class Inputs:
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             env = self.make_env.example
+            require(
+                cfg.env.name != "single_turn" or cfg.env.max_turns == 1,
+                f"env.max_turns = {cfg.env.max_turns}: single_turn has one answer; leave it at 1",
+            )
             if env.graded:
                 self.rewards.check_supported()
 
