@@ -484,6 +484,50 @@ def test_an_image_of_a_table_is_no_message(tmp_path):
     assert len(chat.images_of(row["messages"])) == 1
 
 
+def picture_file(folder):
+    path = folder / "a.png"
+    path.write_bytes(base64.b64decode(tiny.picture(56, 56).partition(",")[2]))
+    return str(path)
+
+
+def test_whole_chats_of_a_pair_share_the_images_of_their_row(tmp_path):
+    path = picture_file(tmp_path)
+    place = {"type": "image"}
+    asked = ["which?", [place, {"type": "text", "text": "which?"}]]
+    for content in asked:
+        sides = {
+            side: [{"role": "user", "content": content}, {"role": "assistant", "content": side}]
+            for side in ("chosen", "rejected")
+        }
+        rows = [sides | {"images": [path]}]
+        (row,), _ = read(written(tmp_path / "a.jsonl", rows), PairsConfig())
+        assert len(chat.images_of(row["prompt"])) == 1
+        assert [row[side][-1]["content"] for side in sides] == list(sides)
+    texts = {"chosen": "q 1", "rejected": "q 2", "images": [path]}
+    with pytest.raises(UserError, match="two plain texts have no place for the row's images"):
+        read(written(tmp_path / "a.jsonl", [texts]), PairsConfig())
+
+
+def test_an_image_s_place_in_a_text_is_that_of_verl(tmp_path):
+    path = picture_file(tmp_path)
+    asked = [{"role": "user", "content": "Is <image> as <image>?"}]
+    for prompt in (asked, asked[0]["content"]):
+        rows = [{"prompt": prompt, "images": [path, path]}]
+        opened = open_prompts(
+            written(tmp_path / "a.jsonl", rows), "data.train", DataConfig(), ALONE
+        )
+        (row,) = read_rows(opened, ALONE, 0)[0]
+        kinds = [part.get("text", "image") for part in row["prompt"][0]["content"]]
+        assert kinds == ["Is ", "image", " as ", "image", "?"]
+
+
+def test_one_image_needs_no_list(tmp_path):
+    rows = [{"prompt": "see", "completion": "a", "picture": picture_file(tmp_path)}]
+    cfg = ChatsConfig(images_key="picture")
+    (row,), _ = read(written(tmp_path / "a.jsonl", rows), cfg)
+    assert len(chat.images_of(row["messages"])) == 1
+
+
 def test_columns_that_rl_does_not_show_are_nobody_s(tmp_path):
     """Lists of texts, and chats with calls beside a prompt that is a text."""
     called = {**ROWS["tools"]["completion"][0]}

@@ -27,10 +27,10 @@ from minirl.checkpoint.run_folder import head_of
 from minirl.config.rl import RLConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
-from minirl.view import server
+from minirl.view import server, trajectories
 from minirl.view.__main__ import main
 from minirl.view.server import KILLED, Run, parse_query, read_lines, to_json
-from minirl.view.trajectories import Table, token_texts
+from minirl.view.trajectories import ROW, Table, token_texts
 from programs import QUICKSTART, ROOT, WORDS, fork
 from run_folders import save_config
 
@@ -172,6 +172,15 @@ def test_histograms_count_every_episode(run):
     longest = len(dumped.NASTY)
     assert lengths["edges"][-2] <= longest <= lengths["edges"][-1] and lengths["counts"][-1] == 2
     assert shown.groups(parse_query({"first": "9"}))["histograms"] == {}
+
+
+def test_the_reward_of_a_group_is_the_mean_of_its_episodes():
+    """Not of its rows: an episode of three segments counts once."""
+    rows = np.zeros(4, ROW)
+    rows["segment"] = [0, 1, 2, 0]
+    rows["reward"] = [1.0, 1.0, 1.0, 0.0]
+    (group,) = trajectories._group(rows)
+    assert group["reward"] == 0.5 and group["num_rows"] == 4
 
 
 def test_a_wrong_query_is_refused():

@@ -133,14 +133,19 @@ def _from_speaker(message: object, has_images: bool) -> dict:
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case {"from": str(speaker), "value": str(text)} if speaker in SPEAKERS:
             role = SPEAKERS[speaker]
-            if not has_images or "<image>" not in text:
-                return {"role": role, "content": text}
-            parts = []
-            for piece in text.split("<image>"):
-                parts += [{"type": "image"}, {"type": "text", "text": piece}]
-            # What the text begins with follows no image.
-            return {"role": role, "content": [p for p in parts[1:] if p.get("text", "x").strip()]}
+            return {"role": role, "content": _with_places(text) if has_images else text}
     return {}
+
+
+def _with_places(text: str) -> str | list[dict]:
+    """Return a text as the parts of a message in which each `<image>` is the place of an image."""
+    if "<image>" not in text:
+        return text
+    parts = []
+    for piece in text.split("<image>"):
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    # What the text begins with follows no image.
+    return [part for part in parts[1:] if part.get("text", "x").strip()]
 
 
 def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPrompt, Any]:
@@ -172,7 +177,8 @@ def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPromp
 def with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -> RowPrompt:
     """Return the prompt with the images of its row: data.images_key, or the one in `image`.
 
-    A text with images becomes messages, and messages get the form that chat templates want.
+    A text with images becomes messages, and messages get the form that chat templates want. Where
+    all messages are texts, `<image>` is the place of an image, as verl has it.
 
     Raises:
         UserError: an image cannot be read, or images and places for them do not match.
@@ -180,9 +186,18 @@ def with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -
     row_images = row.get(cfg.images_key)
     if not row_images and row.get("image") is not None:
         row_images = [row["image"]]
-    if isinstance(prompt, str) and not row_images:
-        return prompt
-    return attach(_with_calls(to_messages(prompt, ""), source), row_images or [])
+    if not row_images:
+        return prompt if isinstance(prompt, str) else attach(_with_calls(prompt, source), [])
+    messages = _with_calls(to_messages(prompt, ""), source)
+    if not any(map(parts_of, messages)):
+        messages = [
+            message | {"content": _with_places(message["content"] or "")}
+            if message["role"] != "assistant"
+            else message
+            for message in messages
+        ]
+    is_one = not isinstance(row_images, list | tuple)
+    return attach(messages, [row_images] if is_one else row_images)
 
 
 def _with_calls(messages: Messages, source: Source) -> Messages:
@@ -380,8 +395,9 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
         prompt = row.get("conversations")
     if prompt is not None and not is_prompt(prompt):
         raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
-    chosen = _side(row, "data.chosen_key", cfg.chosen_key, source)
-    rejected = _side(row, "data.rejected_key", cfg.rejected_key, source)
+    to_side = partial(_side, row=row, source=source, cfg=cfg, is_whole=prompt is None)
+    chosen = to_side("data.chosen_key", cfg.chosen_key)
+    rejected = to_side("data.rejected_key", cfg.rejected_key)
     refuse_chats(cfg, prompt, chosen, rejected)
     require(
         type(chosen) is type(rejected),
@@ -437,11 +453,23 @@ def _system(first: str | dict) -> Messages:
     return [first] if isinstance(first, dict) and first["role"] == "system" else []
 
 
-def _side(row: dict, setting: str, key: str, source: Source) -> RowPrompt:
-    """Return one side of a pair. Raises UserError if there is none."""
+def _side(
+    setting: str, key: str, *, row: dict, source: Source, cfg: PairsConfig, is_whole: bool
+) -> RowPrompt:
+    """Return one side of a pair. Raises UserError if there is none.
+
+    A side that is whole, with what both answer, has the images of the row there.
+    """
     answer = row.get(key)
     if not is_prompt(answer) or not str(answer).strip():
         raise wrong_column(setting, key, "a text or messages, not empty", row, answer)
+    if is_whole:
+        whole = with_images(answer, row, source, cfg)
+        require(
+            isinstance(answer, list) or isinstance(whole, str),
+            "two plain texts have no place for the row's images; give chats",
+        )
+        return whole
     return answer if isinstance(answer, str) else _with_calls(answer, source)
 
 

@@ -99,7 +99,7 @@ class Log:
     def text(self, name: str, step: int, text: str) -> None:
         """Write a text to TensorBoard and W&B."""
         if self.rank == 0:
-            indented = "\n".join(f"    {line}" for line in text.split("\n"))
+            indented = "\n".join(f"    {line}" for line in text.splitlines())
             self.board.add_text(name, indented, step)  # as code: an answer may be anything
             if self.wandb:
                 self.wandb.text(name, step, text)

@@ -229,7 +229,9 @@ class Table:
             "sampled": [int(sampled) for sampled in record["sampled"]],
             "turn_rewards": record["rewards"],
             "images": [
-                image for image in record["images"] if str(image[2]).startswith("data:image/")
+                image
+                for image in record["images"]
+                if str(image[2]).startswith(("data:image/", "data:image;"))
             ],
             "values": {
                 "advantage": _rounded(advantages),
@@ -319,7 +321,10 @@ def _group(rows: np.ndarray) -> np.ndarray:
     groups["num_rows"] = np.diff(first, append=len(rows))
     for name in LARGEST:
         groups[name] = np.fmax.reduceat(rows[name], first)
-    groups["reward"] = np.add.reduceat(rows["reward"], first) / groups["num_rows"]
+    begins_episode = rows["segment"] == 0
+    num_episodes = np.add.reduceat(begins_episode.astype(int), first)
+    rewards = np.where(begins_episode, rows["reward"], 0.0)
+    groups["reward"] = np.add.reduceat(rewards, first) / np.maximum(num_episodes, 1)
     groups["cut_off"] = np.logical_or.reduceat(~rows["stopped"], first)
     groups["failed"] = np.logical_or.reduceat(rows["failed"], first)
     highest = np.maximum.reduceat(rows["shaped"], first)
