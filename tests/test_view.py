@@ -1,6 +1,7 @@
 """`python -m minirl.view`: its tables against the trajectories, its server, and the page in a real
 browser (Chromium; where there is none, tests that need it are skipped, or fail if $CI is set)."""
 
+import base64
 import contextlib
 import importlib.util
 import json
@@ -21,12 +22,15 @@ import pytest
 import torch
 
 import dumped
+import tiny
 from harness import PRELOAD
 from minirl.base.errors import UserError
 from minirl.checkpoint.run_folder import head_of
 from minirl.config.rl import RLConfig
+from minirl.data.images import to_url
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import index, records
+from minirl.types.packed import ImageSpan
 from minirl.view import server, trajectories
 from minirl.view.__main__ import main
 from minirl.view.server import KILLED, Run, parse_query, read_lines, to_json
@@ -181,6 +185,25 @@ def test_the_reward_of_a_group_is_the_mean_of_its_episodes():
     rows["reward"] = [1.0, 1.0, 1.0, 0.0]
     (group,) = trajectories._group(rows)
     assert group["reward"] == 0.5 and group["num_rows"] == 4
+
+
+def test_images_of_a_row_are_shown_whatever_gave_them(tmp_path):
+    """A data URL has a type only if the row has one. What is no image is not shown."""
+    made = dumped.make_run(tmp_path / "run", num_steps=1)
+    for path in (made / "rollouts").glob("step-*"):
+        path.unlink()
+    urls = [
+        tiny.picture(56, 56),
+        to_url(base64.b64decode(tiny.picture(28, 28).partition(",")[2])),
+        "https://elsewhere/a.png",
+    ]
+    t = dumped.trajectory(0, 0, "drow", make_tokenizer([]))
+    t.images = [ImageSpan(0, 1, url) for url in urls]
+    dumped.write_step(made / "rollouts", 0, [t])
+    seen = Run(made)
+    seen.groups(parse_query({}))
+    (shown,) = seen.table.group(0, 0)["trajectories"]
+    assert [image[2] for image in shown["images"]] == urls[:2]
 
 
 def test_a_wrong_query_is_refused():
