@@ -316,9 +316,10 @@ def make_optimizer(model: CausalModel, cfg: PolicyConfig, mesh: Mesh) -> Optimiz
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        # Biases of experts are [E, out], a convolution of features is [out, 1, taps].
+        # Biases of experts are [E, out], a convolution of features is [out, 1, taps], and norms of
+        # queries and keys may be [heads, features].
         is_convolution = p.ndim == 3 and p.shape[1] == 1
-        if p.ndim < 2 or name.endswith("bias") or is_convolution:
+        if p.ndim < 2 or name.endswith(("bias", "norm.weight")) or is_convolution:
             vectors.append(p)
         elif p in in_layers:
             hidden.append(p)
