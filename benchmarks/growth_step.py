@@ -36,6 +36,7 @@ class FakeMesh:
     world_size: int
     rank: int = 0
     num_copies: int = 1
+    context: None = None
     context_size: int = 1
     num_bytes: int = 0
     outside: float = 0.0  # CPU seconds in which the others' parts were made up.

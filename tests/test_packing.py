@@ -660,6 +660,24 @@ def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_rewards_stay_uns
     assert sorted([first, second], key=len) == [[], [None]]
 
 
+def rows_of_siblings(mesh, budget):
+    """Rows of each micro-batch on this rank: eight answers of 10 tokens to each of two prompts."""
+    tokens = [[*range(5 + group, 55 + group), *range(10)] for group in range(2)]
+    siblings = [
+        trajectory(tokens[number % 2], 50, group=number % 2, episode=number) for number in range(16)
+    ]
+    (micros,) = exchange(siblings[mesh.rank :: mesh.world_size], mesh, budget)
+    layout = RowLayout(context=mesh.context)
+    return [len(pack(micro, mesh.device, layout=layout).inputs) for micro in micros]
+
+
+@pytest.mark.parametrize("engine", ["all_gather", "ring"])
+def test_micro_batches_keep_the_budget_also_where_siblings_share_no_rows(engine):
+    parallel = ParallelConfig(context=2, context_engine=engine)
+    for rows in ranks(2, rows_of_siblings, 65, parallel=parallel):
+        assert max(rows) < 1.2 * 65  # Contexts fill up what does not divide evenly.
+
+
 def fail_on_rank_one(mesh):
     assert mesh.rank == 0, "as it should"
 

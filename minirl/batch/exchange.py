@@ -142,9 +142,10 @@ def exchange(
     rows = []
     for number, t in enumerate(trajectories):
         name = (t.group, t.episode, t.segment, mesh.rank, number)
-        num_sampled = int(t.sampled.sum())
         prompt = zlib.crc32(shared_part(t))
-        rows.append((*name, prompt, prompt_length(t), len(t.tokens), num_sampled))
+        # On a ring each sequence has its prompt's rows; siblings share none.
+        num_prompt = 1 if mesh.context and mesh.context.ring else prompt_length(t)
+        rows.append((*name, prompt, num_prompt, len(t.tokens), int(t.sampled.sum())))
     headers = np.sort(np.concatenate(mesh.gather_rows(np.array(rows, HEADER))))
     _, groups = np.unique(headers["group"], return_inverse=True)
     totals = np.bincount(groups, weights=headers["num_sampled"])  # Exact up to 2^53.
