@@ -111,3 +111,30 @@ def test_run_trains_adapters_and_resumes(tmp_path, kind):
     assert metrics_of(again) == metrics_of(output)
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (again / name).read_bytes() == (output / name).read_bytes()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
+def test_reference_of_a_run_from_an_adapter_has_the_adapter_also_when_resumed(tmp_path):
+    flags = flags_of(tmp_path, {"num-steps": 1, "checkpoint.every": 0})
+    ranks(2, run, flags)
+    adapter = tmp_path / "adapter"
+    shutil.move(tmp_path / "run" / "adapter", adapter)
+    shutil.rmtree(tmp_path / "run")
+
+    output = tmp_path / "run"
+    more = ["--policy.lora.adapter", adapter, "--num-steps", 2, "--checkpoint.every", 1]
+    ranks(2, run, [*flags, *more])
+    rows = [row for row in metrics_of(output) if row["phase"] == "rl"]
+    assert rows[0]["ref_kl"] == 0.0
+    assert rows[1]["ref_kl"] > 0.0
+    shutil.rmtree(output / "checkpoints" / "step-2")
+    shutil.rmtree(output / "model")
+    before = metrics_of(output)
+    ranks(2, run, ["--config", output / "config.yaml", "--resume"])
+    assert metrics_of(output) == before
+
+    # A base that is asked for by its name is the bare base.
+    shutil.rmtree(output)
+    named = ["--policy.lora.adapter", adapter, "--ref.model", tmp_path / "m"]
+    ranks(2, run, [*flags, *named])
+    assert [row["ref_kl"] > 0.0 for row in metrics_of(output) if row["phase"] == "rl"] == [True]

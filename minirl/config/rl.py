@@ -59,7 +59,7 @@ class RefConfig:
     """The frozen model that the KL is measured against, loaded only if something needs it."""
 
     #: Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the
-    #: policy before RL; with adapters its base, also without those of policy.lora.adapter.
+    #: policy before RL; with adapters its base, with those of policy.lora.adapter.
     model: str = ""
     #: Steps after which the reference is replaced by the policy of that time (ProRL, arXiv
     #: 2505.24864, sec. 3.2). 0: never.

@@ -82,10 +82,11 @@ def read_models(
         models["critic"] = read_sizes(configs.get("critic", policy), cfg.critic, score=True)
     reference = reference_of(cfg)
     lora = cfg.policy.lora
-    # As `frozen.is_base` has it.
+    # As `Trainer.make_reference` has it.
+    is_start = lora.adapter and reference == ""
     is_base = lora.rank and not lora.modules_to_save and reference in ("", cfg.policy.model)
     is_warmed = isinstance(cfg, RLConfig) and cfg.sft.num_steps > 0
-    if reference is not None and (is_warmed or not is_base):
+    if reference is not None and (is_warmed or not (is_start or is_base)):
         models["reference"] = read_sizes(configs.get("reference", policy))
     if "reward model" in configs:
         models["reward model"] = read_sizes(configs["reward model"])

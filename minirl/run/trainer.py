@@ -27,14 +27,14 @@ from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.config.values import to_yaml
 from minirl.model import causal
 from minirl.parallel.mesh import Mesh
-from minirl.plan.plan import Plan, announce
+from minirl.plan.plan import Plan, announce, reference_of
 from minirl.rollout import records
 from minirl.run import results
 from minirl.run.inputs import choose_dtype
 from minirl.run.log import Log
 from minirl.run.metrics import Meter, Progress
 from minirl.run.trackers import Wandb
-from minirl.train.frozen import Reference, is_base
+from minirl.train.frozen import Reference, is_base, read_start
 from minirl.train.policy import Metrics, Policy
 from minirl.train.skipped import check_finite
 
@@ -343,11 +343,18 @@ class BaseTrainer(abc.ABC):
         return Policy(cfg, folder, self.mesh, **options)
 
     def make_reference(self, folder: Path) -> Reference:
-        """Return the reference with a folder's weights; the policy's base is not loaded again."""
+        """Return the reference with a folder's weights; the policy's base is not loaded again.
+
+        If the config names no reference, that of a policy that starts from an adapter has the
+        adapter, too.
+        """
+        policy = self.policy
+        if policy.cfg.lora.adapter and reference_of(self.cfg) == "" and folder == policy.folder:
+            return Reference(policy, None, read_start(policy))
         model = None
-        if not is_base(self.policy, folder):
+        if not is_base(policy, folder):
             model = self.load_model(self.cfg.policy, folder, trainable=False)
-        return Reference(self.policy, model)
+        return Reference(policy, model)
 
     @abc.abstractmethod
     def train(self) -> None:

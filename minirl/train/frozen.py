@@ -3,15 +3,23 @@
 Both run on the mesh of the trainer, and are awake only while they compute.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from minirl.base.errors import require
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
+from minirl.config.rl import section_of
+from minirl.model.adapters.files import read_adapter
+from minirl.model.causal import trained
+from minirl.parallel.fsdp import local, reshard
+from minirl.parallel.machines import errors_of_all
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Trajectory
 
@@ -25,19 +33,59 @@ def is_base(policy: Policy, folder: Path) -> bool:
     return policy.adapters is not None and not whole and folder == policy.folder
 
 
+def read_start(policy: Policy) -> dict[str, Tensor]:
+    """Return this rank's shards of what is trained, as `lora.adapter` has it, in host memory."""
+    setting = f"{section_of(policy.cfg)}.lora.adapter"
+    with with_trained(policy, {}), errors_of_all(policy.mesh):
+        read_adapter(policy.model, policy.cfg.lora, setting)
+        return {name: p.cpu().clone() for name, p in _shards(policy).items()}
+
+
+@contextlib.contextmanager
+def with_trained(policy: Policy, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Compute with other values of what is trained inside the block, which has no backward.
+
+    Args:
+        policy: a model with adapters, which is awake.
+        values: shards of this rank by name, on any device; what is not among them stays.
+    """
+    shards = _shards(policy)
+    present = {name: shard.clone() for name, shard in shards.items()}
+    replays = policy.replays_routes
+    policy.replays_routes = False  # They were chosen with the present values.
+    for name, value in values.items():
+        shards[name].copy_(value)
+    try:
+        yield
+    finally:
+        for name, shard in _shards(policy).items():
+            shard.copy_(present[name])
+        policy.replays_routes = replays
+
+
+def _shards(policy: Policy) -> dict[str, Tensor]:
+    reshard(policy.model)
+    return {name: local(p).detach() for name, p in trained(policy.model).items()}
+
+
 class Reference:
     """The frozen model that the policy is compared with.
 
-    It is a second model, which is awake only while it computes, or the policy without adapters.
+    It is a second model, which is awake only while it computes, or the policy without adapters or
+    with those that it started from.
 
     Args:
         policy: the trained model.
         model: a frozen model; None: the policy's base.
+        start: where there is no `model`, what the policy's base is with; None: without adapters.
     """
 
-    def __init__(self, policy: Policy, model: Policy | None):
+    def __init__(
+        self, policy: Policy, model: Policy | None, start: Mapping[str, Tensor] | None = None
+    ):
         self.policy = policy
         self.model = model
+        self.start = start
         if model:
             model.sleeper.sleep()
 
@@ -49,8 +97,9 @@ class Reference:
     def annotate(self, minibatches: list[Minibatch]) -> None:
         """Set `ref_logprobs` of every micro-batch. Collective."""
         if self.model is None:
-            with self.policy.without_adapters():
-                self.policy.annotate(minibatches, "ref_logprobs")
+            policy = self.policy
+            with with_trained(policy, self.start) if self.start else policy.without_adapters():
+                policy.annotate(minibatches, "ref_logprobs")
             return
         self.model.sleeper.wake_parameters()
         self.model.annotate(minibatches, "ref_logprobs")
