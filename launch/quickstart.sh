@@ -5,7 +5,10 @@
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 ranks=2
 read -r build _ < .venv/minirl-installed
-if [[ "$build" == cuda* ]]; then ranks=$(nvidia-smi -L | grep -c GPU); fi
+# As CUDA_VISIBLE_DEVICES has them.
+if [[ "$build" == cuda* ]]; then
+    ranks=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it, and say so
 # Without an address, torchrun would wait for ever on a machine whose name nothing resolves.
 exec .venv/bin/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks" \

@@ -155,6 +155,18 @@ def test_a_folder_that_is_no_model(tmp_path, model, name):
     assert str(folder) in str(error.value) and len(str(error.value)) < 1500
 
 
+def test_a_path_in_which_the_engine_sees_a_pattern(tmp_path, model):
+    folder = tmp_path / "run [1]"
+    shutil.copytree(model, folder)
+    cfg = EvaluateConfig(model=str(folder))
+    cfg.engine.max_model_len = 40
+    with pytest.raises(UserError, match=r"give a path without them"):
+        find_model(cfg, HERE)
+    (tmp_path / "m").symlink_to(folder)
+    cfg.model = str(tmp_path / "m")
+    assert find_model(cfg, HERE).config.vocab_size
+
+
 def test_a_replay_needs_no_head_size_of_an_engine(tmp_path, model):
     folder = tmp_path / "m"
     shutil.copytree(model, folder)

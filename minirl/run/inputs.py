@@ -3,6 +3,7 @@
 Each function raises UserError at the first thing that is missing or cannot work.
 """
 
+import glob
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -414,6 +415,11 @@ def find_model(
     vision = read_vision(folder, max_images) if families.reads_images(config) else None
     if isinstance(cfg, EvaluateConfig):
         open_weights(folder)  # damaged files are refused before the engine meets them
+        require(
+            glob.escape(str(folder)) == str(folder),
+            f"{where}: the engine reads *, ? and [ in the path {folder} as a pattern of file "
+            "names, and would find no weights; give a path without them (a symbolic link will do)",
+        )
     else:
         _check_mesh(config, cfg.parallel)
         if vision:
