@@ -816,6 +816,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
         world=2,
     )
     assert ended.code == 0 and "resuming at step 4" in ended.err, ended.err
+    assert "other data than before" not in ended.err
     assert rows_of(again, "train") == rows_of(output, "train") and rows_of(
         again, "eval"
     ) == rows_of(output, "eval")
@@ -824,6 +825,19 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
     assert (folder / "model.safetensors").read_bytes() != (
         output / "model" / "model.safetensors"
     ).read_bytes()
+
+
+def test_a_resumed_run_says_that_its_file_has_other_rows(tmp_path, capfd):
+    folder = tiny.make(tmp_path / "model", "llama")
+    source = tmp_path / "a.jsonl"
+    given = flags(folder, source, tmp_path / "run", "--checkpoint.every", 2)
+    written(source, conversations(30))
+    ranks(1, train, given)
+    before = re.search(r"parameters, (.* held out); writing", capfd.readouterr().err)[1]
+    for num, says in ((30, False), (32, True)):
+        written(source, conversations(num))
+        ranks(1, train, [*given, "--resume"])
+        assert (f"other data than before ({before}): its" in capfd.readouterr().err) == says
 
 
 BAD = {  # name -> flags, what the message must say

@@ -158,6 +158,7 @@ class Progress:
     # Count, mean and squares about the mean of all rewards, for reward.normalize.
     reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     outcomes: str = ""  # Outcomes of prompts in past steps, as a curriculum saves them.
+    data: str = ""  # The data in a few words.
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         """Add seconds by phase, and tokens by kind."""
@@ -269,14 +270,13 @@ class Meter:
             row["time/idle_min"] = min(idle)
             row["time/idle_median"] = statistics.median(idle)
             row["time/idle_max_rank"] = idle.index(max(idle))
-        for kind, speed in speeds(tokens, times).items():
-            row[f"tokens_per_second/{kind}"] = speed
+        per_second = speeds(tokens, times)
+        row |= {f"tokens_per_second/{kind}": speed for kind, speed in per_second.items()}
         in_training = times.get("forward", 0.0) + times.get("backward", 0.0)
         if self.models and work and in_training:
             total = sum(flops(model, work) for model in self.models)
             row["mfu"] = total / in_training / self.peak
-        for kind in tokens:
-            row[f"total/{kind}"] = float(self.progress.tokens[kind])
+        row |= {f"total/{kind}": float(self.progress.tokens[kind]) for kind in tokens}
 
         gpu_memory = self.timer.take_memory()
         memory = {f"gpu_gib/{name}": value for name, value in gpu_memory.items()}

@@ -113,8 +113,13 @@ class TrainingRun:
         )
         if self.resumed_from:
             self.log.say(f"resuming at step {self.first_step} from {self.resumed_from}")
+            if self.progress.data != description:
+                self.log.say(
+                    f"other data than before ({self.progress.data}): its rows come in another order"
+                )
         elif cfg.resume:
             self.log.say("no finished checkpoint to resume from; starting at step 0")
+        self.progress.data = description
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints, and restore it if the run is resumed.
