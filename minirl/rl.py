@@ -113,7 +113,7 @@ class Trainer(BaseTrainer):
         # Steps of the engine in this step's rollout, and seconds in which they waited on CUDA.
         self.engine_counts = (0.0, 0.0)
         self.mismatch = MismatchWatch(cfg)
-        self.health = Health(cfg.debug)
+        self.health = Health(cfg.debug, inputs.estimator.compares_answers)
         self.dump: Dump | None = None
         if cfg.rollout.dump and not cfg.rollout.replay:
             self.dump = Dump(self.run.output, self.policy, inputs.prompts.tokenizer)

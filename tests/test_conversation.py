@@ -298,6 +298,7 @@ class Play(Env):
     said: list = field(default_factory=list)
     """Of each answer: the rendered chat before it, tokens, log-probs."""
     version: int = 0
+    max_turns: int = 100
 
     def __post_init__(self):
         self.tokenizer, self.stop, self.lead = tokenizer_of(self.style), *STYLES[self.style][2:4]
@@ -325,7 +326,7 @@ class Play(Env):
             self,
             None,
             EvaluateConfig(
-                env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"),
+                env=EnvConfig(max_turns=self.max_turns, max_tokens=10**6, on_error="raise"),
                 data=DataConfig(system_prompt=self.system),
             ),
             EnvMaker(lambda: self, self),
@@ -343,7 +344,7 @@ class Play(Env):
             self.e.conversation.segments,
             runner.finish([self.e], [runner.score(self.e)]),
         )
-        self.since_prompt = self.e.messages_since_prompt()
+        self.since_prompt = self.e.said
 
     def reset(self, row):
         return row["prompt"]
@@ -758,3 +759,15 @@ def test_reward_functions_get_the_turns_since_the_prompt():
         *reply,
         {"role": "assistant", "content": "it is 3"},
     ]
+
+
+@pytest.mark.parametrize("style", ["Qwen 2.5", "DeepSeek"])
+def test_a_reply_after_which_no_turn_is_left_hides_no_answer_from_reward_functions(style):
+    question = [{"role": "user", "content": "a"}]
+    reply = [{"role": "user", "content": "3"}]
+    given = [question, reply, reply]
+    play = Play(style, ["1 + 2", "it is 3", "no"], given, exact=False, max_turns=2)
+    assert play.e.truncated
+    assert [m["role"] for m in play.since_prompt] == ["assistant", "user", "assistant"]
+    assert play.since_prompt[-1]["content"] == play.e.answer
+    assert play.tokenizer.decode(play.e.answer_tokens, skip_special_tokens=True) == play.e.answer

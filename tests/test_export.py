@@ -14,12 +14,13 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import tiny
 from benchmarks import growth_save
 from harness import RankFailed, ranks
 from minirl.base.errors import UserError
+from minirl.base.files import attempt
 from minirl.checkpoint import exporting
 from minirl.checkpoint.exporting import (
     Exporter,
@@ -188,6 +189,22 @@ def test_without_room_every_rank_says_so_once_and_the_old_folder_stays(tmp_path)
         assert text in said[0]
     assert "rank 0" not in said[0] and f"{output}.partial is not whole" in said[0]
     assert len(list(output.glob("*.safetensors"))) > 4 and (output / "config.json").exists()
+
+
+def write_a_tokenizer_without_room(mesh, folder):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    said = attempt(lambda: tokenizer.save(str(folder / "other.json")), 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return said
+
+
+def test_a_full_disk_is_told_of_a_tokenizer_too(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama")
+    (said,) = ranks(1, write_a_tokenizer_without_room, folder)
+    assert said == "rank 0: OSError: File too large (os error 27)"
 
 
 def export_with_a_bug(mesh, folder, output):

@@ -847,6 +847,9 @@ def test_lasting_symptoms_are_said_once():
         with pytest.raises(UserError, match=f"step 0: {name} for 1 steps.*end_on_collapse is set"):
             strict.check(0, well | {"entropy": entropy})
     assert not Health(DebugConfig(collapse_steps=0)).check(0, well | {"entropy": 0.0})
+    # Estimators that compare no answers learn from groups of one, whose rewards are always equal.
+    alone = Health(DebugConfig(collapse_steps=1), compares_answers=False)
+    assert not alone.check(0, well | {"equal_groups": 1.0})
 
 
 class Drip(http.server.BaseHTTPRequestHandler):

@@ -3,6 +3,7 @@ through whole programs. What a model makes of them is in test_families.py and te
 environments that show them in test_episodes.py."""
 
 import base64
+import dataclasses
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from in_memory import ALONE, read_all
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
+from minirl.batch.packing import pack, unpack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig
@@ -37,8 +39,11 @@ from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.prompts import open_prompts
 from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision
+from minirl.parallel.fsdp import local
 from minirl.rollout.conversation import Conversation
+from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
+from minirl.types.packed import Trajectory
 from programs import ROOT, fork
 from test_families import show, stay_float64
 from test_gradients import batches_of, trajectories, worst
@@ -517,3 +522,48 @@ def test_the_recipe(tmp_path, monkeypatch):
     assert (
         len(json.loads(answers.splitlines()[-1])["answers"]) == 4 and "How many squares?" in end.err
     )
+
+
+def judged(mesh, folder):
+    """Scores of two answers that differ in their image alone: in a rollout, and as trained."""
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
+    with torch.no_grad():
+        local(policy.model.score.weight).normal_()
+    vision = policy.vision
+    answers = []
+    for group, width in enumerate((30, 60)):
+        read = vision.expand([5, vision.place, 6], [tiny.picture(width, 40)])
+        tokens = np.array([*read.tokens, 9, 10, 11], np.int32)
+        sampled = np.array([False] * len(read.tokens) + [True] * 3)
+        answers.append(
+            Trajectory(
+                tokens=tokens,
+                sampled=sampled,
+                logprobs=np.zeros(len(tokens), np.float32),
+                group=group,
+                images=read.spans,
+            )
+        )
+    scores = RewardModel(policy, [11], 11, 1000)
+    policy.sleeper.wake_parameters()
+    got = scores(answers)
+    expected = []
+    for answer in answers:
+        whole = dataclasses.replace(
+            answer,
+            tokens=np.append(answer.tokens, np.int32(11)),
+            sampled=np.append(answer.sampled, True),
+            logprobs=np.zeros(len(answer.tokens) + 1, np.float32),
+        )
+        with policy.inference():
+            batch = pack([whole], mesh.device, layout=policy.layout)
+            outputs, _ = policy.model(batch)
+            expected.append(float(unpack(outputs, [whole], batch)[0][-1]))
+    return got, expected
+
+
+def test_a_reward_model_sees_the_images_of_answers(tmp_path):
+    folder = tiny.make_gemma_vision(tmp_path / "model")
+    ((got, expected),) = ranks(1, judged, folder)
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert abs(expected[0] - expected[1]) > 0.01

@@ -75,6 +75,23 @@ def test_the_build_is_chosen_by_flag_or_by_what_is_there(folder, flags, options,
     assert not (folder / "repo" / ".venv").exists()
 
 
+def test_a_build_that_does_not_exist_is_refused(folder):
+    ended = install(folder, MINIRL_EXTRA="gpu")
+    said = "minirl: MINIRL_EXTRA=gpu: it is cpu, cuda or cuda-2_11\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", said)
+
+
+def test_what_does_not_fit_together_is_said(folder):
+    python = folder / "repo" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 'minirl 1 requires bm25s, not installed'\nexit 1\n")
+    python.chmod(0o755)
+    function = 'eval "$(sed -n "/^check_installed()/,/^}/p" launch/install.sh)"'
+    command = ["bash", "-euo", "pipefail", "-c", f"{function}; check_installed"]
+    ended = subprocess.run(command, cwd=folder / "repo", capture_output=True, text=True)
+    assert ended.returncode == 0 and "minirl 1 requires bm25s" in ended.stdout, ended
+
+
 def test_a_build_that_is_there_stays(folder):
     venv = folder / "repo" / ".venv"
     venv.mkdir()

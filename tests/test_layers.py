@@ -109,6 +109,8 @@ BROAD = {
     "told which file and what",
     "base/reading.py:library_reads": "a library's parser may raise anything for a broken file; the "
     "user is told which file and what",
+    "base/files.py:library_writes": "tokenizers raises a bare Exception for a full disk; all else "
+    "is raised again",
     "data/chat.py:render": "a chat template is a program, and may raise anything; the user is told "
     "for which chat",
     "data/images.py:_open": "Pillow may raise anything for a damaged file; the user is told which "

@@ -486,7 +486,7 @@ def batch(folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, cwd=folder)
 
 
-@pytest.mark.parametrize("program", [[], ["minirl.sft"]])
+@pytest.mark.parametrize("program", [[], ["minirl.sft"], ["minirl.evaluate"]])
 def test_the_batch_script_restarts_and_resumes(tmp_path, program):
     job = batch(tmp_path, *program, "--config", "a b.yaml")
     assert job.wait(60) == 128 + signal.SIGKILL  # as the rank; the job fails, and is not requeued
@@ -494,7 +494,8 @@ def test_the_batch_script_restarts_and_resumes(tmp_path, program):
     given = (tmp_path / "arguments").read_text().splitlines()
     module = given.index("-m")
     assert given[module + 1] == (program or ["minirl.rl"])[0]
-    assert given[module + 2 :] == ["--config", "a b.yaml", "--resume"]
+    resume = [] if program == ["minirl.evaluate"] else ["--resume"]
+    assert given[module + 2 :] == ["--config", "a b.yaml", *resume]
     config, _, _ = run.config_from_args(run.parse_args(given))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
     assert config.max_restarts == 3 and config.run_id == "123456"

@@ -557,11 +557,14 @@ def test_an_episode_earns_the_score_of_its_end():
     answers = [said("four", 0), said("fiv", 1, 0), said("five", 1, 1)]
     none = said("", 2)
     none.tokens = none.tokens[:0]  # Its agent asked for nothing: there is no answer to score.
-    Told(4.0, 7.0, -2.0).grade([*answers, none])
+    failed = said("six", 3)  # It keeps env.error_reward.
+    failed.info["error"] = "the server is gone"
+    Told(4.0, 7.0, -2.0).grade([*answers, none, failed])
     assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [
         t.info["rewards"] for t in answers
     ] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
-    assert none.reward == 1.0 and "rewards" not in none.info
+    for other in (none, failed):
+        assert other.reward == 1.0 and "rewards" not in other.info
 
 
 def test_a_score_that_is_no_number_ends_the_run():

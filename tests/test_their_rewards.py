@@ -530,7 +530,6 @@ def test_a_function_of_another_library_without_its_prefix_is_refused(file, signa
 
 def test_the_tokens_of_the_last_completion():
     conversation = Conversation(None)
-    assert conversation.last_completion() == []
     segment = conversation.append_prompt(Prompt([1, 2], "ab", []))
 
     class Tokenizer:
@@ -540,7 +539,7 @@ def test_the_tokens_of_the_last_completion():
     segment.append_completion(Completion([3, 4], [-1.0, -1.0], True, [0, 0]), Tokenizer())
     segment.append_prompt(Prompt([5], "c", []))
     segment.append_completion(Completion([6, 7, 8], [-1.0] * 3, True, [0] * 3), Tokenizer())
-    assert conversation.last_completion() == [6, 7, 8]
+    assert segment.completion() == [6, 7, 8]
 
 
 # The first reward for mathematics that one writes. math-verify sets alarms.

@@ -7,11 +7,12 @@ When one of several ranks cannot write, the ranks exchange what has failed, and 
 error.
 """
 
+import contextlib
 import errno
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from minirl.base.errors import UserError, require
@@ -111,10 +112,22 @@ def describe_failure(error: BaseException | None, rank: int) -> str:
     return f"rank {rank}: {''.join(traceback.format_exception(error))}"
 
 
+@contextlib.contextmanager
+def library_writes() -> Iterator[None]:
+    """Raise what libraries in Rust make of a full disk (safetensors, tokenizers) as OSError."""
+    try:
+        yield
+    except Exception as error:
+        if "(os error " not in str(error):
+            raise
+        raise OSError(str(error)) from error
+
+
 def attempt(write: Callable[[], object], rank: int) -> str:
     """Write, and return what the file system refused; empty: it is written."""
     try:
-        write()
+        with library_writes():
+            write()
     except OSError as error:
         return describe_failure(error, rank)
     return ""
@@ -131,7 +144,7 @@ def require_written(path: Path, partial: Path, failures: list[str]) -> None:
     found = "; ".join(failure for failure in failures if failure)
     require(
         not found,
-        f"{path} could not be written ({found}). If the disk is full, make room there and continue "
-        "with --resume, or name another output folder. "
+        f"{path} could not be written ({found}). If the disk is full, make room there and start "
+        "again (a run with --resume), or name another output folder. "
         f"{partial} is not whole, and nothing will read it",
     )

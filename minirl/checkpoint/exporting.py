@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -22,6 +21,7 @@ from transformers import AutoTokenizer
 from minirl.base.files import (
     attempt,
     describe_failure,
+    library_writes,
     partial_of,
     publish_folder,
     remove,
@@ -134,13 +134,14 @@ def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader)
             in_file = t.to(plan.dtype_in_file(name, t.dtype))
             for part in plan.slices[name]:
                 weights[part.name] = part.of(in_file).contiguous()
-        try:
+        with library_writes():
             save_file(weights, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # What it makes of an OSError.
-            raise OSError(str(error)) from error
+        # The library lets nobody else read it.
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
         sync_files([folder / file])
     if rank == 0:
-        write_companions(plan, folder)
+        with library_writes():
+            write_companions(plan, folder)
         sync_files(folder.iterdir())
 
 

@@ -63,7 +63,7 @@ class Result:
     # Images of the observation: paths, bytes, PIL images or data URLs, for its parts {"type":
     # "image"}; a text without such parts follows them.
     images: list = field(default_factory=list)
-    # For the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities
+    # From the next answer on: `max_tokens`, `stop_token_ids`. What would change its probabilities
     # belongs to the run (rollout.temperature ...).
     sampling: dict = field(default_factory=dict)
     # Numbers for the log: means over episodes under `env/`.

@@ -95,6 +95,10 @@ class Segment:
             return text.removesuffix(decode(tokenizer, last))
         return text
 
+    def completion(self) -> list[int]:
+        """Return the tokens of the last completion, with those that a grammar put there."""
+        return self.tokens[self.answer_begin : self.answer_end]
+
     def begins(self, prompt: str | list[int], urls: Sequence[str]) -> bool:
         """Return whether a prompt (a text with images, or tokens) begins with this segment."""
         if isinstance(prompt, str):
@@ -291,13 +295,6 @@ class Conversation:
     def num_guided(self) -> int:
         """Return the number of sampled tokens that a grammar put outside the loss."""
         return sum(segment.num_guided for segment in self.segments)
-
-    def last_completion(self) -> list[int]:
-        """Return the tokens of the last completion, with those that a grammar put there."""
-        if not self.segments:
-            return []
-        last = self.segments[-1]
-        return last.tokens[last.answer_begin : last.answer_end]
 
     def _new_segment(self) -> Segment:
         self.segments.append(Segment())

@@ -50,10 +50,13 @@ class Episode:
     segment: Segment = UNSET  # The current segment, once there is one.
     messages: list[dict] = field(default_factory=list)
     num_prompt_messages: int = 0  # Number of `messages` before the first completion.
+    # What was said since the prompt, the last completion last; empty if the episode is no chat.
+    said: list[dict] = field(default_factory=list)
     sampling: Sampling
     request: Request | None = None  # For the completion that is being sampled.
     turn: int = 0  # Number of completions so far.
-    answer: str = ""  # The last completion as a text.
+    answer: str = ""  # The last completion as a text, without special tokens.
+    answer_tokens: list[int] = field(default_factory=list)
     stopped: bool = False  # The last completion ended with a stop token.
     truncated: bool = False
     rewards: list[float] = field(default_factory=list)  # What the environment gave.
@@ -69,15 +72,6 @@ class Episode:
             return 0
         unfinished = len(self.request.done.tokens) if self.request else 0
         return self.conversation.num_sampled() + unfinished
-
-    def messages_since_prompt(self) -> list[dict]:
-        """Return the messages after the prompt, if the episode is a chat."""
-        if isinstance(self.env, Agent):
-            segments = self.conversation.segments
-            return segments[-1].messages if segments else []
-        since = self.messages[self.num_prompt_messages :]
-        # The answer without special tokens.
-        return [*since[:-1], {**since[-1], "content": self.answer}] if since else []
 
 
 class EpisodeRunner:
@@ -177,8 +171,7 @@ class EpisodeRunner:
         """
         if e.is_dropped or e.error or not e.env.graded:
             return None
-        tokens = e.conversation.last_completion()
-        call = RewardCall(tokens=tokens, messages=e.messages_since_prompt())
+        call = RewardCall(tokens=e.answer_tokens, messages=e.said)
         answer = Answer(row=e.row, completion=e.answer, call=call)
         self.rewards.score_alone(answer)
         return answer
@@ -261,9 +254,12 @@ class EpisodeRunner:
             e.request = None
             text = e.segment.append_completion(completion, tokenizer)
             e.answer = read_answer(tokenizer, completion.tokens)
+            e.answer_tokens = completion.tokens
             e.stopped = completion.stopped
             if e.messages:
-                e.messages = [*e.messages, to_message(tokenizer, text)]
+                message = to_message(tokenizer, text)
+                e.said = [*e.messages[e.num_prompt_messages :], {**message, "content": e.answer}]
+                e.messages = [*e.messages, message]
             e.turn += 1
             if vision and not set(vision.stop_ids).isdisjoint(completion.tokens):
                 break  # The engine would read such a token as the place of an image.
@@ -300,6 +296,8 @@ class EpisodeRunner:
         vision = e.conversation.vision
         if vision and len(e.segment.images) > vision.max_images:
             return None
+        if vision:  # An image that the engine cannot take ends this episode alone.
+            vision.unexpanded(e.segment.tokens, e.segment.images)
         return Request(
             tokens=e.segment.tokens,
             images=e.segment.images,
@@ -381,9 +379,11 @@ class EpisodeRunner:
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
         if segments:
-            e.stopped = segments[-1].stopped
-            last = e.conversation.last_completion()
-            e.answer = read_answer(e.conversation.tokenizer, last)
+            last = segments[-1]
+            e.stopped = last.stopped
+            e.said = last.messages
+            e.answer_tokens = last.completion()
+            e.answer = read_answer(e.conversation.tokenizer, e.answer_tokens)
 
     async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.algo.losses import Loss
 from minirl.algo.losses import Metrics as TokenMetrics
+from minirl.base.files import write_whole
 from minirl.batch.packing import unpack
 from minirl.rollout import index, records
 from minirl.train.policy import Minibatch, Policy
@@ -52,7 +53,7 @@ class Dump:
         self.places = []
         self.append(trajectories)
         if self.mesh.rank == 0 and not (self.folder / index.TOKENIZER).exists():
-            self.tokenizer.backend_tokenizer.save(str(self.folder / index.TOKENIZER))
+            write_whole(self.folder / index.TOKENIZER, self.tokenizer.backend_tokenizer.to_str())
 
     def append(self, trajectories: list[Trajectory]) -> None:
         """Write more of what this rank has sampled in the step that has begun."""

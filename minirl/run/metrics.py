@@ -317,6 +317,7 @@ class Health:
     """Counts the steps in a row with each symptom. All ranks see the same metrics."""
 
     cfg: DebugConfig
+    compares_answers: bool = True  # The estimator does, and learns nothing from equal rewards.
     num_steps: dict[str, int] = field(default_factory=dict)  # In a row, by symptom.
 
     def check(self, step: int, metrics: Metrics) -> list[str]:
@@ -329,9 +330,9 @@ class Health:
         symptoms = (
             (
                 "equal rewards",
-                metrics.get("equal_groups") == 1.0,
-                "all answers to each prompt earn the same, so estimators that compare them learn "
-                "nothing; look at the answers (--rollout.dump) and at the reward function, or take "
+                metrics.get("equal_groups") == 1.0 and self.compares_answers,
+                "all answers to each prompt earn the same, and nothing is learned of comparing "
+                "them; look at the answers (--rollout.dump) and at the reward function, or take "
                 "other prompts",
             ),
             (

@@ -151,6 +151,7 @@ class RewardModel:
                     tokens=tokens,
                     sampled=np.append(t.sampled, [False] * len(end) + [True]),
                     logprobs=np.zeros(len(tokens), np.float32),
+                    images=t.images,
                     group=t.group,  # Siblings keep sharing their prompt.
                     episode=number * mesh.world_size + mesh.rank,  # One number for each example.
                 )
@@ -176,7 +177,8 @@ class RewardModel:
         Raises:
             UserError: a score is not a finite number.
         """
-        trajectories = [t for t in trajectories if len(t.tokens)]  # Others have no answer.
+        # Others have no answer, or have failed and earn env.error_reward.
+        trajectories = [t for t in trajectories if len(t.tokens) and not t.info.get("error")]
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()

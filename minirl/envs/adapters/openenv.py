@@ -82,7 +82,13 @@ class OpenEnv(Env):
         self.session = begin_session(self.url)
         reply = self._request("reset", row.get("reset") or {})
         *before, last = to_messages(row["prompt"], "")
-        return [*before, {**last, "content": f"{last['content']}\n\n{self._text_of(reply)}"}]
+        observation = f"\n\n{self._text_of(reply)}"
+        content = last["content"]
+        if isinstance(content, list):  # parts, of which some may be images
+            content = [*content, {"type": "text", "text": observation}]
+        else:
+            content += observation
+        return [*before, {**last, "content": content}]
 
     def step(self, state: State) -> Result:
         """Pass an answer to the server and return what it replies."""
