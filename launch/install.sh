@@ -204,6 +204,8 @@ install_minirl() {
         clear=(--clear)
     fi
     [ -z "$makes_venv" ] || "$python" -m venv "${clear[@]}" .venv
+    # uv makes environments without pip.
+    .venv/bin/python -m pip --version > /dev/null 2>&1 || .venv/bin/python -m ensurepip > /dev/null
     rm -f "$stamp"
     local began=$SECONDS
     if [ "$extra" = cpu ]; then
