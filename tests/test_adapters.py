@@ -358,7 +358,11 @@ def test_openenv_sessions(echo, local):
     )
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR: 'broken'"):
         two.step(state("fail"))
-    for env in (one, two, make()):
+    three = make()
+    image = {"type": "image", "image": "data:image/png;base64,AAAA"}
+    (message,) = three.reset({"prompt": [{"role": "user", "content": [image]}]})
+    assert message["content"] == [image, {"type": "text", "text": "\n\nready"}]
+    for env in (one, two, three, make()):
         env.close()
 
 
