@@ -30,6 +30,7 @@ from minirl.config.validate import validate_supervised
 from minirl.data import chat
 from minirl.data.examples import Chats, encode_chat, encode_text
 from minirl.data.formats import open_examples
+from minirl.data.images import attach
 from minirl.data.order import read_rows
 from minirl.data.rows import Order
 from minirl.model.scratch import make_tokenizer
@@ -212,10 +213,10 @@ def test_mask_of_a_chat_is_what_the_policy_would_sample(name, last_only):
         assert ids[: len(prompt)] == prompt and mask[len(prompt)] and not mask[len(prompt) - 1]
 
 
-def segments_of(template, messages, trained, stop):
+def segments_of(template, messages, trained, *stops):
     """The ids and masks of a chat's segments."""
     tokenizer = tokenizer_for(template)
-    stop_ids = [tokenizer.convert_tokens_to_ids(stop)]
+    stop_ids = tokenizer.convert_tokens_to_ids(list(stops))
     return [s[:2] for s in encode_chat(tokenizer, messages, trained, stop_ids)]
 
 
@@ -315,6 +316,70 @@ def test_the_last_answer_of_a_template_that_ends_none_ends_as_the_others_do():
     answers = [["yo, was gibt's?<|start|>"], "\n2+2? 日本<|header|>\n", ["4\nand so on<|start|>"]]
     expected = by_hand(tokenizer_for(template), ask, *answers)
     assert segments_of(template, [HI, YO, BYE, SO], [1, 3], "<|start|>") == [expected]
+
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "thinking": "one more",
+    "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+}
+TOOL = {"role": "tool", "content": "5"}
+DONE = {"role": "assistant", "content": "It is 5.", "thinking": "so"}
+
+
+def test_a_call_ends_by_the_header_of_a_tool_where_the_template_has_it_so():
+    """GLM-4.5's."""
+    template = (
+        "{%- for m in messages -%}"
+        "{{ {'user': '<|start|>', 'tool': '<|im_start|>', 'assistant': '<|header|>'}[m.role] }}"
+        "{{ '\n' + ('add' if m.tool_calls else m.content) }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|header|>\n' }}{%- endif -%}"
+    )
+    ask = "<|start|>\nhi there<|header|>\n"
+    reply = "\n5<|header|>\n"
+    stops = ("<|start|>", "<|im_start|>")
+    tokenizer = tokenizer_for(template)
+    expected = by_hand(tokenizer, ask, ["add<|im_start|>"], reply, ["It is 5.<|start|>"])
+    assert segments_of(template, [HI, CALL, TOOL, DONE], [1, 3], *stops) == [expected]
+    alone = by_hand(tokenizer, ask, ["add<|im_start|>"])
+    assert segments_of(template, [HI, CALL], [1], *stops) == [alone]
+
+
+def test_an_answer_keeps_its_form_where_the_template_drops_what_was_thought_before():
+    """gpt-oss's: the thoughts before a call are dropped once a final answer follows."""
+    template = (
+        "{%- set is_over = messages[-1].role == 'assistant' and not messages[-1].tool_calls -%}"
+        "{%- for m in messages -%}{{ '<|start|>' + m.role }}"
+        "{%- if m.thinking and (loop.last or not is_over) -%}{{ '(' + m.thinking + ')' }}"
+        "{%- endif -%}"
+        "{{ '\n' + ('add' if m.tool_calls else m.content) + '</s>' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}"
+    )
+    ask = "<|start|>user\nhi there</s><|start|>assistant"
+    call = "(one more)\nadd</s>"
+    reply = "<|start|>tool\n5</s><|start|>assistant"
+    done = ["(so)\nIt is 5.</s>"]
+    tokenizer = tokenizer_for(template)
+    messages = [HI, CALL, TOOL, DONE]
+    both = by_hand(tokenizer, ask, [call], reply, done)
+    assert segments_of(template, messages, [1, 3], "</s>") == [both]
+    last = by_hand(tokenizer, ask + call + reply, done)
+    assert segments_of(template, messages, [3], "</s>") == [last]
+
+
+def test_a_template_sees_no_field_that_is_none():
+    """A table has all columns in each row, and all fields in each part."""
+    template = (
+        "{%- for m in messages -%}{%- for p in m.content -%}"
+        "{{ '<image>' if 'image' in p else p.text }}{%- endfor -%}"
+        "{{ '(thinks)' if 'thinking' in m else '' }}{%- endfor -%}"
+    )
+    part = {"type": "text", "text": "hello", "image": None}
+    (message,) = attach([{"role": "user", "content": [part], "thinking": None}], [])
+    assert chat.render(tokenizer_for(template), [message]) == "hello"
 
 
 def test_what_a_template_refuses_is_told():

@@ -64,7 +64,7 @@ def _is_message(message: object) -> bool:
 def _is_call(call: object) -> bool:
     match call:
         case {"function": {"name": str()} as function}:
-            return isinstance(_arguments(function), dict)
+            return isinstance(parsed(function.get("arguments")) or {}, dict)
     return False
 
 
@@ -105,28 +105,24 @@ def images_of(messages: Messages) -> list[str]:
 def for_template(messages: Messages) -> Messages:
     """Return messages as chat templates want them: arguments of calls are mappings.
 
-    A message with calls has a content, which may be empty. Done twice, it changes nothing more.
-    Calls must be good by `why_no_messages`.
+    A message with calls has a content, which may be empty. What is None is left out: a table has
+    all columns in each row. Done twice, it changes nothing more. Calls must be good by
+    `why_no_messages`.
     """
-    if not any("tool_calls" in message for message in messages):
-        return messages
+    none = "" if any("tool_calls" in message for message in messages) else None
     out = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None}
         calls = []
         for call in message.pop("tool_calls", ()):
-            function = {**call["function"], "arguments": _arguments(call["function"])}
+            called = call["function"]
+            function = {**called, "arguments": parsed(called.get("arguments")) or {}}
             known = {key: value for key, value in call.items() if value is not None}
             calls.append({"type": "function", **known, "function": function})
         if calls:
             message["tool_calls"] = calls
-        out.append({**message, "content": message.get("content", "")})
+        out.append({**message, "content": message.get("content", none)})
     return out
-
-
-def _arguments(function: Any) -> Any:
-    """Return the arguments of a call, read if they are a JSON text."""
-    return parsed(function.get("arguments")) or {}
 
 
 def parsed(value: object) -> Any:

@@ -60,7 +60,7 @@ def to_examples(
         sampled = np.array(mask, bool)
         spans: list[ImageSpan] = []
         urls = images_of(messages[:num_messages])
-        if vision and urls:
+        if vision:  # Without images, too: a text must not hold the places of some.
             ids, spans, sources = vision.expand(ids, urls)
             sampled = np.array([source >= 0 and sampled[source] for source in sources], bool)
         examples.append(
@@ -210,6 +210,10 @@ def _render_turn(
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content if part["type"] == "text")
     has_all = "".join(content.split()) in "".join(text[start:].split())
+    if not is_begun and has_all and (answer := _answer_in(text, before, messages, index, show)):
+        is_begun = True
+        start = len(before)
+        text = before + answer
     if not is_begun or not has_all:
         if not content.strip() or messages[index].get("tool_calls"):
             raise UserError(
@@ -226,8 +230,48 @@ def _render_turn(
         text = before + content
     stops = [str(tokenizer.decode([token])) for token in stop_ids]
     if not any(stop in text[start:] for stop in stops):
+        text += _end_of_calls(show, messages[: index + 1], text, stops)
+    if not any(stop in text[start:] for stop in stops):
         text += _end_of_answers(show, stops)
     return _Turn(index + 1, text, start)
+
+
+def _answer_in(
+    text: str, before: str, messages: Messages, index: int, show: Callable[..., str]
+) -> str:
+    """Return how a rendering shows an answer after which the template rewrites what was before.
+
+    gpt-oss drops the thoughts before a call once a final answer follows. Empty: it is not found.
+
+    Args:
+        text: the rendering of the chat up to the answer.
+        before: what a policy that is asked for it would see.
+        messages: the chat.
+        index: of the answer.
+        show: renders a chat.
+    """
+    other = {"role": "assistant", "content": "minirl answers"}
+    others = show([*messages[:index], other], header=False)
+    num_shared = len(os.path.commonprefix([text, others]))
+    header = before[len(os.path.commonprefix([before, show(messages[:index], header=False)])) :]
+    place = text.rfind(header, 0, num_shared) if header else -1
+    return text[place + len(header) :] if place >= 0 else ""
+
+
+def _end_of_calls(show: Callable[..., str], messages: Messages, text: str, stops: list[str]) -> str:
+    """Return what follows the last message, if it calls tools, up to a stop token; else nothing.
+
+    It is looked for before a tool's result (`<|observation|>` of GLM-4.5).
+    """
+    calls = messages[-1].get("tool_calls")
+    if not calls:
+        return ""
+    result = {"role": "tool", "content": "minirl returns", "name": calls[0]["function"]["name"]}
+    if "id" in calls[0]:
+        result["tool_call_id"] = calls[0]["id"]
+    whole = show([*messages, result], header=False)
+    after = whole.removeprefix(text).partition("minirl returns")[0]
+    return _up_to_stop(after, stops) if whole.startswith(text) else ""
 
 
 def _end_of_answers(show: Callable[..., str], stops: list[str]) -> str:
@@ -244,10 +288,15 @@ def _end_of_answers(show: Callable[..., str], stops: list[str]) -> str:
     for messages in (chat[:2], chat):
         text = show(messages, header=False)
         after = text.partition("minirl answers")[2].partition("minirl asks again")[0]
-        ends = [after.index(stop) + len(stop) for stop in stops if stop in after]
-        if ends:
-            return after[: min(ends)]
+        if end := _up_to_stop(after, stops):
+            return end
     return ""
+
+
+def _up_to_stop(text: str, stops: list[str]) -> str:
+    """Return the text up to the first stop token, with it; nothing if it has none."""
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else ""
 
 
 class Encoded(NamedTuple):
