@@ -344,13 +344,16 @@ class Trainers(Trainer):
         num_ranks = self.mesh.everyone.world_size
         generators = num_ranks - self.mesh.world_size
         size = self.cfg.engine.tensor_parallel_size
-        longest = {
-            g: max(
-                busy_training * self.mesh.world_size / (num_ranks - g),
-                busy_generating * generators / g,
+        parallel = self.cfg.parallel
+        product = parallel.replicate * parallel.context * parallel.tensor
+        longest = {}
+        for g in range(size, num_ranks, size):
+            trainers = num_ranks - g
+            if trainers % product or trainers // parallel.replicate % parallel.experts:
+                continue  # They make no mesh.
+            longest[g] = max(
+                busy_training * self.mesh.world_size / trainers, busy_generating * generators / g
             )
-            for g in range(size, num_ranks, size)
-        }
         best = min(longest, key=longest.__getitem__)
         waited = max(idle, key=idle.__getitem__)
         advice = f"parallel.generators {generators} suits both"

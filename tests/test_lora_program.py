@@ -138,3 +138,11 @@ def test_reference_of_a_run_from_an_adapter_has_the_adapter_also_when_resumed(tm
     named = ["--policy.lora.adapter", adapter, "--ref.model", tmp_path / "m"]
     ranks(2, run, [*flags, *named])
     assert [row["ref_kl"] > 0.0 for row in metrics_of(output) if row["phase"] == "rl"] == [True]
+
+
+def test_reference_of_four_bits_has_the_modules_that_are_trained_whole(tmp_path):
+    whole = {"policy.lora.quantization": "nf4", "policy.lora.modules-to-save": "lm_head.*"}
+    ranks(2, run, flags_of(tmp_path, {"num-steps": 2, "checkpoint.every": 0} | whole))
+    rows = [row for row in metrics_of(tmp_path / "run") if row["phase"] == "rl"]
+    assert rows[0]["ref_kl"] == 0.0
+    assert rows[1]["ref_kl"] > 0.0

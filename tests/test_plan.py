@@ -619,10 +619,11 @@ def test_a_reference_that_is_the_base_is_no_second_model():
     without = workload_of(**known | {"algo__kl_coef": 0.0})
     assert workload.num_annotations == without.num_annotations + 1
     assert plan_of(workload).seconds["annotate"] > plan_of(without).seconds.get("annotate", 0.0)
-    whole = LoraConfig(rank=32, modules_to_save=["lm_head.*"])
+    whole = {"policy__lora": LoraConfig(rank=32, modules_to_save=["lm_head.*"])}
+    assert list(workload_of(**known | whole).models) == ["policy"]  # With copies of the modules.
     for other in (
         {"policy__lora": LoraConfig()},
-        {"policy__lora": whole},
+        whole | {"ref__model": fits.job("Qwen3-8B").policy.model},
         {"ref__model": "another"},
         {"sft__num_steps": 3},
     ):

@@ -299,6 +299,10 @@ STREAMED = {
         "rollout.extra_prompts": 3,
         "rollout.dump": True,
     },
+    "a mixture with routes of the engine": {
+        "policy.model": "HERE/mixture",
+        "algo.router_replay": True,
+    },
     "a judge, epochs": {
         "policy.model": "HERE/wide",
         "reward.model": "HERE/judge",
@@ -321,12 +325,13 @@ def test_stream_is_the_colocated_run(folder, tmp_path, name):
     expected = train(colocated_main, 1, flags_of(folder, tmp_path / "one", settings))
     settings |= {"rollout.overlap": "stream", "debug.check_refit": True}
     run = train(split.main, 2, flags_of(folder, tmp_path / "two", settings), 1)
-    assert difference(run, expected) < 1e-11
+    is_exact = "mixture" not in name  # The library's routers compute in float32.
+    assert difference(run, expected) < (1e-11 if is_exact else 1e-6)
     found, rows = (rows_of(one, without=("total/trained",)) for one in (run, expected))
     assert len(found) == len(rows)
     for row, other in zip(found, rows, strict=True):
         assert row.pop("phase") == other.pop("phase")
-        assert row == pytest.approx(other, rel=1e-6, abs=1e-9)
+        assert row == pytest.approx(other, rel=1e-6, abs=1e-9 if is_exact else 1e-6)
     if "rollout.dump" in settings:
         assert is_same_table(run.folder, expected.folder)
 

@@ -135,7 +135,7 @@ class CriticConfig(PolicyConfig):
     """
 
     #: Folder or hub id with the policy's vocabulary: a reward model, or a language model (its score
-    #: head starts at 0). Empty: the policy before RL.
+    #: head starts at 0). Empty: the policy before RL, without policy.lora.adapter.
     model: str = ""
     #: Hold no base of its own, but the policy's: the critic is then adapters (critic.lora) and a
     #: score head on the frozen model that policy.lora adapts, also after a warm start. It saves the

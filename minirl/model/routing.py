@@ -158,7 +158,7 @@ class Routing:
         # Of the step.
         self._is_counting = False
         self._num_to_count = 0  # Micro-batches.
-        self._num_tokens = 1.0  # In the loss, on all ranks.
+        self._num_tokens = 0.0  # In the loss, on all ranks.
         self._sums: Tensor | None = None  # Of this rank; a row holds all `_Columns` of a mixture.
         self._fractions: Tensor | None = None  # float64 [M, E]: f of all ranks.
         self._loads: Tensor | None = None  # float64 [M, E]: of all ranks, on the host.
@@ -172,7 +172,7 @@ class Routing:
     def begin_step(
         self, num_tokens: float, micro_batches: list[Packed], forward: Callable[[Packed], Any]
     ) -> None:
-        """Begin an optimizer step.
+        """Begin an optimizer step, or the next part of one (Policy.sum_gradients).
 
         The auxiliary loss needs the counts of the whole step in each backward, so all micro-batches
         but the first are counted now. That one is counted when it is computed, before the first
@@ -183,8 +183,7 @@ class Routing:
             micro_batches: of this rank.
             forward: of the model, without gradient.
         """
-        self._num_tokens = max(1.0, num_tokens)
-        self._sums = None
+        self._num_tokens += num_tokens
         self._fractions = None
         self._loads = None
         self._num_to_count = len(micro_batches)
@@ -292,7 +291,7 @@ class Routing:
         """Learn the choices of all ranks, before the first backward. Collective."""
         assert self._sums is not None
         loads = mesh.data_sums(self._columns(self._sums).loads.cpu().contiguous())
-        self._fractions = (loads / self._num_tokens).to(self._sums.device)
+        self._fractions = (loads / max(1.0, self._num_tokens)).to(self._sums.device)
 
     def gradient(self, number: int, logits: Tensor, rows: Tensor) -> Tensor:
         """Return the gradient of the losses by the logits [T, E] of a router."""
@@ -305,7 +304,7 @@ class Routing:
                 balanced = (self._fractions[number].to(x.dtype) * sums).sum() * self.num_experts
                 value = value + self.cfg.aux_loss_coef * balanced
             # Every tensor-parallel rank has all tokens, and their gradients are added.
-            share = len(self._biased) * self._num_tokens * self._num_copies
+            share = len(self._biased) * max(1.0, self._num_tokens) * self._num_copies
             (grad,) = torch.autograd.grad(value / share, x)
         return torch.zeros_like(logits).index_copy(0, rows, grad.to(logits.dtype))
 
@@ -314,7 +313,9 @@ class Routing:
         assert self._sums is not None
         columns = self._columns(mesh.data_sums(self._sums.cpu()))
         self._loads = columns.loads
-        num = self._num_tokens
+        num = max(1.0, self._num_tokens)
+        self._sums = None
+        self._num_tokens = 0.0
         fractions = columns.loads / num
         metrics = {
             "expert_load_max": float(fractions.max()) * self.num_experts / self.top_k,

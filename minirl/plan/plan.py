@@ -83,8 +83,8 @@ def read_models(
     reference = reference_of(cfg)
     lora = cfg.policy.lora
     # As `Trainer.make_reference` has it.
-    is_start = lora.adapter and reference == ""
-    is_base = lora.rank and not lora.modules_to_save and reference in ("", cfg.policy.model)
+    is_start = lora.rank and reference == ""
+    is_base = lora.rank and not lora.modules_to_save and reference == cfg.policy.model
     is_warmed = isinstance(cfg, RLConfig) and cfg.sft.num_steps > 0
     if reference is not None and (is_warmed or not (is_start or is_base)):
         models["reference"] = read_sizes(configs.get("reference", policy))

@@ -196,9 +196,9 @@ def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float
     """Return tokens per second by kind, over the phases that generate or train on them."""
     per_second = {}
     for kind, phases in PHASES_OF_TOKENS.items():
-        if kind in tokens:
-            total = sum(seconds.get(phase, 0.0) for phase in phases)
-            per_second[kind] = tokens[kind] / max(total, 1e-9)
+        total = sum(seconds.get(phase, 0.0) for phase in phases)
+        if kind in tokens and total:  # A resumed step may have begun with answers that were there.
+            per_second[kind] = tokens[kind] / total
     return per_second
 
 

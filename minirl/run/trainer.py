@@ -34,7 +34,7 @@ from minirl.run.inputs import choose_dtype
 from minirl.run.log import Log
 from minirl.run.metrics import Meter, Progress
 from minirl.run.trackers import Wandb
-from minirl.train.frozen import Reference, is_base, read_start
+from minirl.train.frozen import Reference, copy_trained, is_base
 from minirl.train.policy import Metrics, Policy
 from minirl.train.skipped import check_finite
 
@@ -303,6 +303,7 @@ class BaseTrainer(abc.ABC):
     run: TrainingRun
     policy: Policy
     plan: Plan  # What `announce` has found.
+    start: dict[str, Tensor] | None = None  # What the policy trains, as training begins.
 
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
@@ -339,27 +340,31 @@ class BaseTrainer(abc.ABC):
                 say(line)
 
     def load_model(self, cfg: PolicyConfig, folder: Path, **options: Any) -> Policy:
-        """Load a model onto the mesh of the run. The options are those of `Policy`."""
+        """Load a model onto the mesh of the run. The options are those of `Policy`.
+
+        Where the policy's reference is its base with what training begins with, this is kept.
+        """
+        is_policy = cfg is self.cfg.policy
         if cfg.activation_checkpointing == "auto":
             cfg = dataclasses.replace(cfg, activation_checkpointing=self.plan.checkpointing)
         sequence_parallel = self.cfg.parallel.sequence
         options |= {"sequence_parallel": sequence_parallel, "timer": self.timer}
         options["offloads"] = self.plan.offloads
-        return Policy(cfg, folder, self.mesh, **options)
+        model = Policy(cfg, folder, self.mesh, **options)
+        lora = cfg.lora
+        is_more = bool(lora.adapter or lora.modules_to_save)  # Than A and B that add nothing yet.
+        if is_policy and model.adapters and is_more and reference_of(self.cfg) == "":
+            self.start = copy_trained(model)
+        return model
 
     def make_reference(self, folder: Path) -> Reference:
-        """Return the reference with a folder's weights; the policy's base is not loaded again.
-
-        If the config names no reference, that of a policy that starts from an adapter has the
-        adapter, too.
-        """
-        policy = self.policy
-        if policy.cfg.lora.adapter and reference_of(self.cfg) == "" and folder == policy.folder:
-            return Reference(policy, None, read_start(policy))
+        """Return the reference with a folder's weights; the policy's base is not loaded again."""
+        if self.start and folder == self.policy.folder:
+            return Reference(self.policy, None, self.start)
         model = None
-        if not is_base(policy, folder):
+        if not is_base(self.policy, folder):
             model = self.load_model(self.cfg.policy, folder, trainable=False)
-        return Reference(policy, model)
+        return Reference(self.policy, model)
 
     @abc.abstractmethod
     def train(self) -> None:

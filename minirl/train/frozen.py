@@ -15,11 +15,8 @@ from minirl.base.errors import require
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
-from minirl.config.rl import section_of
-from minirl.model.adapters.files import read_adapter
 from minirl.model.causal import trained
 from minirl.parallel.fsdp import local, reshard
-from minirl.parallel.machines import errors_of_all
 from minirl.train.policy import Minibatch, Policy
 from minirl.types.packed import Trajectory
 
@@ -33,12 +30,9 @@ def is_base(policy: Policy, folder: Path) -> bool:
     return policy.adapters is not None and not whole and folder == policy.folder
 
 
-def read_start(policy: Policy) -> dict[str, Tensor]:
-    """Return this rank's shards of what is trained, as `lora.adapter` has it, in host memory."""
-    setting = f"{section_of(policy.cfg)}.lora.adapter"
-    with with_trained(policy, {}), errors_of_all(policy.mesh):
-        read_adapter(policy.model, policy.cfg.lora, setting)
-        return {name: p.cpu().clone() for name, p in _shards(policy).items()}
+def copy_trained(policy: Policy) -> dict[str, Tensor]:
+    """Return copies of this rank's shards of what is trained, by name, in host memory."""
+    return {name: shard.cpu().clone() for name, shard in _shards(policy).items()}
 
 
 @contextlib.contextmanager
