@@ -30,7 +30,6 @@ from minirl.config.validate import validate_supervised
 from minirl.data import chat
 from minirl.data.examples import Chats, encode_chat, encode_text
 from minirl.data.formats import open_examples
-from minirl.data.images import attach
 from minirl.data.order import read_rows
 from minirl.data.rows import Order
 from minirl.model.scratch import make_tokenizer
@@ -378,7 +377,7 @@ def test_a_template_sees_no_field_that_is_none():
         "{{ '(thinks)' if 'thinking' in m else '' }}{%- endfor -%}"
     )
     part = {"type": "text", "text": "hello", "image": None}
-    (message,) = attach([{"role": "user", "content": [part], "thinking": None}], [])
+    message = {"role": "user", "content": [part], "thinking": None}
     assert chat.render(tokenizer_for(template), [message]) == "hello"
 
 

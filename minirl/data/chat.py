@@ -106,23 +106,28 @@ def for_template(messages: Messages) -> Messages:
     """Return messages as chat templates want them: arguments of calls are mappings.
 
     A message with calls has a content, which may be empty. What is None is left out: a table has
-    all columns in each row. Done twice, it changes nothing more. Calls must be good by
-    `why_no_messages`.
+    all columns in each row, and templates ask for names (`'image' in part`). Done twice, it changes
+    nothing more. Calls must be good by `why_no_messages`.
     """
     none = "" if any("tool_calls" in message for message in messages) else None
     out = []
-    for message in messages:
-        message = {key: value for key, value in message.items() if value is not None}
+    for message in map(_named, messages):
+        if parts := parts_of(message):
+            message["content"] = list(map(_named, parts))
         calls = []
         for call in message.pop("tool_calls", ()):
             called = call["function"]
             function = {**called, "arguments": parsed(called.get("arguments")) or {}}
-            known = {key: value for key, value in call.items() if value is not None}
-            calls.append({"type": "function", **known, "function": function})
+            calls.append({"type": "function", **_named(call), "function": function})
         if calls:
             message["tool_calls"] = calls
         out.append({**message, "content": message.get("content", none)})
     return out
+
+
+def _named(value: Any) -> Any:
+    """Return a mapping without what is None; anything else as it is."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def parsed(value: object) -> Any:

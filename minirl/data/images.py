@@ -162,10 +162,7 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
                 image = part["image_url"]["url"]
             elif _is_place(part):
                 image = next(waiting)
-            if image:
-                parts.append({"type": "image", "image": to_url(image)})
-            else:  # A table has all fields in each part, and templates ask: `'image' in part`.
-                parts.append({name: value for name, value in part.items() if value is not None})
+            parts.append({"type": "image", "image": to_url(image)} if image else part)
         out.append(message | {"content": parts} if parts else message)
     return out
 
