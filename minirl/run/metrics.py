@@ -331,7 +331,7 @@ class Health:
             (
                 "equal rewards",
                 metrics.get("equal_groups") == 1.0 and self.compares_answers,
-                "all answers to each prompt earn the same, and nothing is learned of comparing "
+                "all answers to each prompt earn the same, and nothing is learned from comparing "
                 "them; look at the answers (--rollout.dump) and at the reward function, or take "
                 "other prompts",
             ),
