@@ -2,14 +2,17 @@
 the trackers (the real packages, offline). How a whole run ends is in test_program.py."""
 
 import json
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config import validate
 from minirl.config.shared import LogConfig
@@ -88,6 +91,20 @@ def test_a_run_that_a_signal_stops(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # parts
+
+
+def hang_up(mesh) -> bool:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    rank = watch.Watch()
+    rank.listen()
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.1)
+    rank.end()
+    return True
+
+
+def test_nohup_keeps_a_run_that_loses_its_terminal():
+    assert ranks(1, hang_up) == [True]
 
 
 def test_the_end_is_noted_even_if_it_cannot_be_written(tmp_path):

@@ -100,6 +100,8 @@ class Watch(Oversight):
         signals, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run outlives its terminal
             signal.signal(number, lambda number, frame: None)  # The wakeup descriptor has it.
             signal.siginterrupt(number, False)
         self._sources.register(signals, selectors.EVENT_READ)
