@@ -394,7 +394,7 @@ class LockstepTrainers(Trainers):
         elif self.drawn is None:
             return super().collect(step)
         elif self.is_first_news:  # The generators go on with the step after this one.
-            news = replace(news, tickets=(self.drawn.next_ticket, []))
+            news = replace(news, tickets=(self.drawn.next_ticket, self.drawn.unfinished))
             self.send_weights(replace(news, draws=False, delivers=False))
         drawn = self.drawn
         self.drawn = None
@@ -640,6 +640,8 @@ class Generators(BaseTrainer):
         self.curriculum: Curriculum | None = None
         self.next_ticket = 0
         self.evaluations: list[Evaluation] = []  # Not delivered yet.
+        # Of `RolloutEngine.take_counts`, since the last `measures`.
+        self.engine_counts = np.zeros(2)
 
     def train(self) -> None:
         """Generate until the trainers let this side leave."""
@@ -649,6 +651,7 @@ class Generators(BaseTrainer):
         if news.name == "before_sft":
             self.evaluate(news)
             news = self.receive_weights()
+            self.timer.take()  # To wait for the end of imitation is no step's.
         overlap: dict[str, Callable[[News], News]] = {
             "lockstep": self.keep_in_step,
             "stream": self.stream,
@@ -761,6 +764,8 @@ class Generators(BaseTrainer):
             self.evaluations[-1] = self.evaluations[-1]._replace(name=news.name)
             return
         prompts = self.inputs.held_out
+        engine = self.generation.engine
+        before = engine.take_counts()
         with self.timer.phase("evaluate"):
             trajectories = self.sampler.collect(
                 prompts,
@@ -770,6 +775,8 @@ class Generators(BaseTrainer):
                 version=news.version,
                 can_stop=news.is_last,
             )
+        engine.take_counts()  # Those of an evaluation are no rollout's.
+        self.engine_counts += before
         if trajectories is not None:
             reasons = self.sampler.runner.troubles[:1]
             self.evaluations.append(Evaluation(news.step, news.name, trajectories, reasons))
@@ -811,13 +818,14 @@ class Generators(BaseTrainer):
     def measures(self) -> tuple[Metrics, dict[str, float]]:
         """Return numbers and seconds of this side since the last call: the most of any rank."""
         engine = self.generation.engine
-        num_steps, waiting = engine.take_counts()
         here = {
-            "rollout/steps": num_steps,
-            "rollout/waiting": waiting,
             "refit_bytes": float(self.generation.refit.bytes_received),
             "kv_cache_tokens": float(engine.kv_cache_tokens),
         }
+        num_steps, waiting = self.engine_counts + engine.take_counts()
+        self.engine_counts[:] = 0
+        if engine.on_cuda:
+            here |= {"rollout/steps": num_steps, "rollout/waiting": waiting}
         taken = self.timer.take()
         times = {phase: taken.get(phase, 0.0) for phase in ("rollout", "idle_generators")}
         by_rank = self.mesh.gather((here, times))

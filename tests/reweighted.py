@@ -20,11 +20,10 @@ from minirl.types.packed import Trajectory
 LENGTH = 24
 
 
-def differences(
-    mesh: Mesh, folders: list[Path], clock: int, keeps: bool, dtype: str = "float32"
-) -> np.ndarray:
-    """Answer requests while the models of the folders take turns in the engine, one each `clock`
-    steps. |engine's log-prob - the trainer's at the token's version|, [requests, LENGTH]."""
+def start(
+    mesh: Mesh, folders: list[Path], dtype: str
+) -> tuple[EngineLoop, list[Policy], list[Refit]]:
+    """An engine, a policy a folder, and what gives its weights to the engine."""
     policies = [Policy(PolicyConfig(model=str(f), dtype=dtype), f, mesh) for f in folders]
     on_cpu = mesh.device.type == "cpu"
     cfg = EngineConfig(
@@ -36,7 +35,27 @@ def differences(
     )
     engine = RolloutEngine(cfg, folders[0], mesh, dtype=dtype)
     refits = [Refit(RefitConfig(), p.shards(), p.parts(), engine) for p in policies]
-    loop = EngineLoop(engine, repeatable=True)
+    return EngineLoop(engine, repeatable=True), policies, refits
+
+
+def log_probs(policy: Policy, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """What the trainer says of an answer's tokens."""
+    t = Trajectory(
+        tokens=np.array(prompt + answer, np.int32),
+        sampled=np.arange(len(prompt) + len(answer)) >= len(prompt),
+        logprobs=np.zeros(len(prompt) + len(answer), np.float32),
+    )
+    batch = pack([t], policy.mesh.device, layout=policy.layout)
+    with policy.inference():
+        return policy.model(batch)[0][len(prompt) - 1 :].double().cpu()
+
+
+def differences(
+    mesh: Mesh, folders: list[Path], clock: int, keeps: bool, dtype: str = "float32"
+) -> np.ndarray:
+    """Answer requests while the models of the folders take turns in the engine, one each `clock`
+    steps. |engine's log-prob - the trainer's at the token's version|, [requests, LENGTH]."""
+    loop, policies, refits = start(mesh, folders, dtype)
     sampling = Sampling(max_tokens=LENGTH, stop_token_ids=(), temperature=1.0)
     requests = [
         Request(tokens=[5 + i, 60 + i, 100], sampling=sampling, seed=i, images=(), name=(i,))
@@ -48,8 +67,8 @@ def differences(
         """Until the engine has made `clock` steps, or all is done."""
         if not tasks:
             tasks.extend(asyncio.ensure_future(loop.generate(request)) for request in requests)
-        before = engine._num_steps
-        while engine._num_steps - before < clock and not all(task.done() for task in tasks):
+        before = loop.engine._num_steps
+        while loop.engine._num_steps - before < clock and not all(task.done() for task in tasks):
             await asyncio.sleep(0)
 
     version = 0
@@ -62,18 +81,27 @@ def differences(
         done = request.done
         assert len(done.tokens) == len(done.logprobs) == len(done.versions) == LENGTH
         assert done.versions == sorted(done.versions) and len(set(done.versions)) > 3
-        t = Trajectory(
-            tokens=np.array(request.tokens + done.tokens, np.int32),
-            sampled=np.arange(3 + LENGTH) >= 3,
-            logprobs=np.zeros(3 + LENGTH, np.float32),
-        )
-        batch = pack([t], mesh.device, layout=policies[0].layout)
-        by_policy = []
-        for policy in policies:
-            with policy.inference():
-                by_policy.append(policy.model(batch)[0][2:].double().cpu())
+        by_policy = [log_probs(policy, request.tokens, done.tokens) for policy in policies]
         wanted = torch.stack(by_policy)[torch.tensor(done.versions) % len(policies), range(LENGTH)]
         row[:] = np.abs(np.array(done.logprobs) - wanted.numpy())
     loop.close()
-    engine.close()
+    loop.engine.close()
+    return found
+
+
+def differences_of_prompts_again(mesh: Mesh, folders: list[Path]) -> list[float]:
+    """Answer one long prompt with the model of each folder, as weights of one version: after a warm
+    start optimizer steps are counted from 0 again. As `differences`, the largest of each answer."""
+    loop, policies, refits = start(mesh, folders, "float32")
+    sampling = Sampling(max_tokens=4, stop_token_ids=(), temperature=1.0)
+    prompt = list(range(5, 53))  # More than a block of cached keys.
+    found = []
+    for name, (refit, policy) in enumerate(zip(refits, policies, strict=True)):
+        loop.change_weights(refit, 0, keeps_cache=True)
+        request = Request(tokens=prompt, sampling=sampling, seed=0, images=(), name=(name,))
+        loop.run(loop.generate(request))
+        wanted = log_probs(policy, prompt, request.done.tokens).numpy()
+        found.append(np.abs(np.array(request.done.logprobs) - wanted).max())
+    loop.close()
+    loop.engine.close()
     return found

@@ -4,6 +4,7 @@ Lockstep is compared with a sequential program that samples one step behind, str
 colocated step, and inflight with the trainer's own log-probs at the version of each token."""
 
 import json
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,7 +26,7 @@ from minirl.engine.loop import EngineLoop
 from minirl.rl import Trainer
 from minirl.rollout import records
 from minirl.run.trainer import TrainingRun
-from reweighted import differences
+from reweighted import differences, differences_of_prompts_again
 from test_program import EARNED_UNTRAINED, read, repeatable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks with an engine")
@@ -209,6 +210,26 @@ def test_lockstep_on_more_ranks(data, tmp_path):
     assert difference(run, expected) < 1e-12
 
 
+def test_lockstep_begins_what_an_earlier_run_has_not_finished(data, tmp_path):
+    """However often it is resumed."""
+    run = tmp_path / "run"
+    changes = {"rollout.dump": True, "checkpoint.every": 1, "checkpoint.keep": 9, "resume": True}
+    ahead = {"rollout.ahead": 12, "rollout.max_staleness": 8, "num_steps": 1}
+    train(colocated_main, 1, settings(data, run, **changes, **ahead))
+    progress = json.loads((run / "checkpoints" / "step-1" / "progress.json").read_text())
+    assert len(progress["progress"]["unfinished_tickets"]) > 8
+    flags = settings(data, run, **changes, num_steps=5)
+    train(split.main, 2, flags, generators=1)
+    for step in (3, 4, 5):
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")
+    train(split.main, 2, flags, generators=1)
+    trained = []
+    for step in range(5):
+        for t in records.read_file(run / "rollouts" / f"step-{step}-rank-0.jsonl"):
+            trained += [t.group] * (t.group not in trained)
+    assert trained == list(range(20))
+
+
 def noting(mesh, flags):
     """Run it with engines that are slow to take weights; return when steps begin and end so."""
     times: dict[str, list[float]] = {"prepared": [], "trained": [], "received": []}
@@ -329,6 +350,8 @@ def test_kept_keys_are_those_of_the_weights_before(tmp_path):
     folders = [tiny.make(tmp_path / str(n), "qwen3", tied=False, seed=n) for n in range(2)]
     (found,) = ranks(1, differences, folders, 5, True)
     assert found.max() > 1e-2
+    (found,) = ranks(1, differences_of_prompts_again, folders)
+    assert max(found) < 3e-5
 
 
 # --------------------------------------------------------------------------------------------------
