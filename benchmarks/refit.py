@@ -3,7 +3,7 @@ r"""A refit and the obvious way, a full gather.
     torchrun --nproc-per-node 2 benchmarks/refit.py --policy.model scratch \
         --policy.scratch.hidden-size 768 \
         --policy.scratch.num-layers 8 --policy.scratch.num-heads 24 \
-        --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size 2
+        --policy.scratch.num-kv-heads 8
 
 Model and engine by the flags of minirl.rl. Prints for each the wall and CPU milliseconds of a refit
 (medians of 10), the MiB that a rank receives and the memory that it takes beside the weights.

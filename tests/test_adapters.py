@@ -379,7 +379,7 @@ def test_openenv_actions_as_json(echo, local):
     env.close()
 
 
-def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
+def test_openenv_server_that_is_full_or_absent_is_told(echo, local, monkeypatch):
     envs = [make_env(f"openenv:{echo}?action=message")() for _ in range(17)]
     for env in envs[:16]:
         env.reset(ROW)
@@ -387,6 +387,10 @@ def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
         envs[16].reset(ROW)
     for env in envs:
         env.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(envs[0], "url", "http://127.0.0.1:1")
+        with pytest.raises(ConnectionRefusedError):  # `env.on_error` says what it means
+            envs[0].reset(ROW)
     with pytest.raises(UserError, match="its observations have no 'text'; they have echoed, seed"):
         make_env(f"openenv:{echo}?observation=text")().reset(ROW)
     with pytest.raises(UserError, match="no session with an OpenEnv server there"):

@@ -324,7 +324,15 @@ def reward(name, completion, answer):
 
 @pytest.mark.parametrize(
     ("completion", "answer", "value"),
-    [("42", "42", 1), (" 42\n", 42, 1), ("42.", "42", 0), ("", "42", 0), ("Sun", "sun", 0)],
+    [
+        ("42", "42", 1),
+        (" 42\n", 42, 1),
+        ("42", 42.0, 1),
+        ("0.00005", 5e-5, 1),
+        ("42.", "42", 0),
+        ("", "42", 0),
+        ("Sun", "sun", 0),
+    ],
 )
 def test_exact(completion, answer, value):
     assert reward("exact", completion, answer) == value
@@ -346,6 +354,10 @@ def test_exact(completion, answer, value):
         ("Answer: 420", "42", 0),
         ("", "42", 0),
         ("Answer: forty-two", "42", 0),
+        ("**Answer: 5**", "5", 1),
+        ("Answer: 5 - that is all", 5.0, 1),
+        ("Answer: 1/2", "1", 0),
+        ("Answer: 12e5", "1", 0),
     ],
 )
 def test_final_answer(completion, answer, value):

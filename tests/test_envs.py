@@ -173,11 +173,13 @@ def test_python_tool_runs_the_last_block_and_an_answer_without_one_is_final():
         [
             fenced("python", "print(1)") + fenced("python", "print(6 * 7)"),
             fenced("python", "x = 1"),
+            "1. Try:\n   ```python\n   print(3)\n   ```",
             "42",
         ],
     )
-    assert [r.observation for r in results] == ["42", "(no output)", None]
-    assert [r.done for r in results] == [False, False, True] and not any(r.reward for r in results)
+    assert [r.observation for r in results] == ["42", "(no output)", "3", None]
+    assert [r.done for r in results] == [False, False, False, True]
+    assert not any(r.reward for r in results)
     assert begin(make_env("tools:python")(), row) == "?" and make_env("tools:python")().graded
 
 
@@ -187,14 +189,14 @@ def test_python_tool_is_kept_within_its_limits():
         {"prompt": "?"},
         [
             fenced("python", "print('é' * 5000)"),
-            fenced("python", "while True: pass"),
+            fenced("python", "print('so far')\nwhile True: pass"),
             fenced("python", "1 / 0"),
             fenced("python", "print(open('/etc/passwd').read())"),
             fenced("python", "x = bytearray(2**30)"),
         ],
     )
     said = [r.observation for r in results]
-    assert said[0] == "é" * 200 + "\n... (cut)" and said[1].startswith("(timeout)")
+    assert said[0] == "é" * 200 + "\n... (cut)" and said[1] == "(timeout)\nso far"
     assert (
         said[2].startswith("(error)\n")
         and "ZeroDivisionError" in said[2]

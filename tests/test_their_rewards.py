@@ -310,6 +310,8 @@ def test_shipped_functions_by_name():
     assert trl("think_format_reward")(row, "<think>\nhm\n</think>\n42") == 1.0
     # A text for a prompt, and an answer in another column.
     assert trl("accuracy_reward")(TEXT, r"\boxed{42}") == 1.0
+    bare = {**CHAT, "answer": r"2\sqrt{3}"}
+    assert [accuracy(bare, rf"\boxed{{{x}}}") for x in (r"2\sqrt{3}", "2")] == [1.0, 0.0]
     overlong = trl("get_soft_overlong_punishment?max_completion_len=10&soft_punish_cache=4")
     assert [overlong(TEXT, "", tokens=range(n)) for n in (6, 8, 11)] == [0.0, -0.5, -1.0]
     repeated = trl("get_repetition_penalty_reward?ngram_size=1&max_penalty=-2.0")

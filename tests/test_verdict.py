@@ -91,6 +91,13 @@ RIGHT = {
         "import numpy as np\ndef f(n):\n    return np.arange(n) / 2",
         "import numpy as np\nassert np.allclose(f(3), [0, 0.5, 1])\nassert f(3).sum() == 1.5",
     ),
+    "arrays by value": (
+        "import numpy as np\ndef f(n):\n    return np.eye(n)\ndef g(a):\n    a[0, 0] = 5\n"
+        "    return a.astype(int)",
+        "import numpy as np\na = f(2)\nassert a[0, 1] == 0 and np.all(f(3) * 2 >= 0)\n"
+        "assert np.array_equal(g(a), [[5, 0], [0, 1]]) and a[0, 0] == 5\n"
+        "assert isinstance(f(0) @ f(0), list) is False and f(2)[:, None][1, 0, 1] == 1",
+    ),
     "a dataclass": (
         "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
         "class A:\n    x: int",
@@ -216,6 +223,15 @@ WRONG = {
     "near to all": (LIAR, CLOSE),
     "near to all, by a class": (LIAR + "g = Liar\nclass f(g):\n    def __init__(s, x): ...", CLOSE),
     "near to all, for numpy": (LIAR, "import numpy\nassert numpy.allclose(f(2), [4.0])"),
+    "an array near to all": (
+        "import numpy as np\nclass A(np.ndarray):\n    def __eq__(self, other):\n"
+        "        return np.array(True)\ndef f(x):\n    return np.zeros(1).view(A)",
+        "import numpy\nassert numpy.all(f(2) == [4.0])",
+    ),
+    "an array of liars": (
+        LIAR + "import numpy\ng = f\ndef f(x):\n    return numpy.array([g()], dtype=object)",
+        "import numpy\nassert numpy.all(f(2) == numpy.array([4.0]))",
+    ),
     "numbers at an address": (
         "class A:\n    __array_interface__ = dict(data=(4096, False), shape=(1,), typestr='<f8',\n"
         "                               version=3)\ndef f(x):\n    return A()",

@@ -21,6 +21,7 @@ import ast
 import math
 import operator
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -99,7 +100,7 @@ class Tools(Env):
             return Result(done=True)
         name, text = calls[-1]
         try:
-            reply = self.tools[name.lower()](text)
+            reply = self.tools[name.lower()](textwrap.dedent(text))  # it may be in a list
         except ValueError as error:
             reply = f"Error: {error}"
         if len(reply) > self.output:

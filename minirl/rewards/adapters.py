@@ -36,6 +36,7 @@ from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.values import read_options
 from minirl.rewards import AdaptedReward, Answer
+from minirl.rewards.functions import as_latex
 
 # Parameters by which a function of another library is known: its prefix -> their names.
 FOREIGN = {
@@ -237,7 +238,7 @@ class TRLReward(AdaptedReward):
     def _columns(self, row: dict) -> dict:
         columns = {name: value for name, value in row.items() if name not in NOT_COLUMNS}
         if self.is_shipped and "solution" not in columns and row.get("answer") is not None:
-            columns["solution"] = str(row["answer"])
+            columns["solution"] = as_latex(row["answer"])
         return columns
 
 

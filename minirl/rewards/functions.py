@@ -7,13 +7,32 @@ reasoning-gym, or by tests of a program in the sandbox.
 import math
 import re
 
+import numpy as np
+
 from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.sandbox import runner
+
+# Not the beginning of an expression, such as 1/2 or 1e5: `++` gives nothing back.
+NUMBER_AFTER_ANSWER = re.compile(r"[Aa]nswer:\s*\$?(-?\d++(?:\.\d++)?)(?! ?[/*^+-] ?\d|[eE]\d)")
+
+
+def text_of(answer: str | float) -> str:
+    """Return a row's answer as people write it: numbers without exponent and needless zeros."""
+    if isinstance(answer, float):
+        return np.format_float_positional(answer, trim="-")
+    return str(answer)
+
+
+def as_latex(answer: str | float) -> str:
+    """Return a row's answer for math-verify, which reads bare LaTeX as some number in a text."""
+    text = text_of(answer)
+    is_marked = re.search(r"(?<!\\)\$|\\boxed|\\\[|\\\(", text)
+    return text if is_marked else f"${text}$"
 
 
 def exact(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the completion is the answer, apart from spaces at the ends."""
-    return float(completion.strip() == str(row["answer"]).strip())
+    return float(completion.strip() == text_of(row["answer"]).strip())
 
 
 def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -21,9 +40,9 @@ def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
 
     A small model finds the right number before it finds the form.
     """
-    gold = str(row["answer"]).replace(",", "").strip()
+    gold = text_of(row["answer"]).replace(",", "").strip()
     text = completion.replace(",", "")
-    if gold in re.findall(r"[Aa]nswer:\s*\$?(-?\d+(?:\.\d+)?)", text)[-1:]:
+    if gold in NUMBER_AFTER_ANSWER.findall(text)[-1:]:
         return 1.0
     return 0.3 if gold in re.findall(r"-?\d+(?:\.\d+)?", text)[-1:] else 0.0
 
@@ -33,11 +52,7 @@ def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
 
     It runs in a process with limits; a completion that reaches one earns 0, as a StoppedGrade.
     """
-    answer = str(row["answer"])
-    if not re.search(r"(?<!\\)\$|\\boxed|\\\[|\\\(", answer):
-        # Bare LaTeX, as in MATH, would be read as a text with some number in it.
-        answer = f"${answer}$"
-    return graders.pool("math_verify").grade(answer, completion)
+    return graders.pool("math_verify").grade(as_latex(row["answer"]), completion)
 
 
 def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:

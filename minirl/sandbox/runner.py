@@ -123,7 +123,7 @@ def program_in(completion: str) -> str:
         return (named or unnamed)[-1]
     # One that ends in the line of its last statement.
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
-    return blocks[-1] if blocks else completion
+    return textwrap.dedent(blocks[-1]) if blocks else completion
 
 
 def why_no_tests(tests: str) -> str:
@@ -176,7 +176,7 @@ def _run(
     }
     with inner:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", START.format(str(ROOT)), json.dumps(settings)],
+            [sys.executable, "-I", "-B", "-u", "-c", START.format(str(ROOT)), json.dumps(settings)],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -29,19 +29,9 @@ from minirl.envs import Env, Result, State
 
 
 def begin_session(url: str) -> ClientConnection:
-    """Connect to a server.
-
-    Raises:
-        UserError: if there is no OpenEnv server at that address.
-    """
+    """Connect to a server. Raises OSError, WebSocketException or ValueError if that fails."""
     address = "ws" + url.removeprefix("http").rstrip("/") + "/ws"
-    try:
-        return connect(address, max_size=None, close_timeout=1.0)
-    except (OSError, WebSocketException, ValueError) as error:
-        raise UserError(
-            f"env.name = openenv:{url}: no session with an OpenEnv server there: {error}; start "
-            "it, and give its address as http://host:port"
-        ) from error
+    return connect(address, max_size=None, close_timeout=1.0)
 
 
 def end_session(session: ClientConnection) -> None:
@@ -58,14 +48,20 @@ def end_session(session: ClientConnection) -> None:
 
 @cache
 def check_server(url: str) -> None:
-    """Hold one session before the first episode, to see that the server is there."""
-    end_session(begin_session(url))
+    """Hold one session before the first episode. Raises UserError if there is no server."""
+    try:
+        end_session(begin_session(url))
+    except (OSError, WebSocketException, ValueError) as error:
+        raise UserError(
+            f"env.name = openenv:{url}: no session with an OpenEnv server there: {error}; start "
+            "it, and give its address as http://host:port"
+        ) from error
 
 
 class OpenEnv(Env):
     """A session with a server.
 
-    Raises RuntimeError in an episode if the server fails or has no room.
+    Raises an error in an episode if the server fails, cannot be reached or has no room.
     """
 
     needs_prompt = True

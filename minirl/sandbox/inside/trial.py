@@ -65,6 +65,7 @@ KINDS: dict[str, tuple[type, Callable[[Any], Iterable], Callable[[list], object]
 LISTS: tuple[Any, ...] = (tuple, set, frozenset, collections.deque, bytes, bytearray)
 for kind in LISTS:
     KINDS[kind.__name__] = (kind, list, kind)
+ARRAY = "ndarray"  # Travels as its dtype, its shape and its numbers.
 KINDS["iterator"] = (Iterator, lambda it: list(itertools.islice(it, MAX_ITEMS)), iter)
 
 # Modules that only compute: tests may use them in a process without the program.
@@ -108,6 +109,9 @@ def encode(value: Any, of_other: Callable[[Any], object]) -> object:
     for name, (kind, items_of, _) in KINDS.items():
         if isinstance(value, kind):
             return {name: [encode(item, of_other) for item in items_of(value)]}
+    if _is_array(value) and value.dtype.kind in "biufcU":
+        parts = [value.dtype.str, list(value.shape), value.ravel().tolist()]
+        return {ARRAY: encode(parts, of_other)}
     return of_other(value)
 
 
@@ -120,6 +124,11 @@ def decode(content: Any) -> Any:
     ((name, items),) = content.items()
     if name == "opaque":
         return Opaque()
+    if name == ARRAY:
+        import numpy as np  # here: few programs have arrays
+
+        dtype, shape, numbers = decode(items)
+        return np.array(numbers, dtype).reshape(shape)
     return KINDS[name][2](decode(items))
 
 
@@ -206,10 +215,15 @@ def _look_up(name: str, scope: dict[str, Any]) -> Any:
 
 
 def _of_object(value: Any) -> object:
-    """Return an array or a number of numpy as its list or number, any other object as opaque."""
+    """Return a number of numpy as Python's, any other object as opaque."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), _of_object)
     return {"opaque": []}
+
+
+def _is_array(value: object) -> bool:
+    """Return whether a value is numpy's array, without an import of numpy."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +288,7 @@ def _needs_object(node: ast.AST, called: list[ast.expr]) -> bool:
     match node:
         case ast.Attribute(value=ast.Name(id=module), attr=name) if _is_module(module):
             value = vars(_import(module)).get(name)
-            # An array is a list by value, which is no numpy.ndarray.
+            # A number of numpy is Python's by value, which is no numpy.integer.
             return value is None or (isinstance(value, type) and node not in called)
         case ast.Attribute(attr=name):
             return name not in PLAIN_ATTRIBUTES
@@ -361,6 +375,8 @@ def _call(program: TextIO, function: str, /, *arguments: object, **options: obje
         elif isinstance(argument, collections.deque):
             argument.clear()
             argument.extend(now)
+        elif _is_array(argument):
+            argument[...] = now  # type: ignore[index]
     return decode(reply["value"])
 
 
