@@ -294,6 +294,12 @@ def test_dots_lead_into_nested_columns(tmp_path):
     )
     assert [message["content"] for message in chats[0]["messages"]] == ["a", "b"]
 
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    named = DataConfig(prompt_key="messages", tools_key="")
+    talks = written(tmp_path / "talk.jsonl", [{"messages": talk, "tools": "none"}] * 9)
+    rows, _ = read_rows(open_prompts(talks, "data.train", named, ALONE), ALONE, 0)
+    assert (rows[0]["prompt"], rows[0]["answer"]) == (talk[:1], "b")
+
     plain = written(tmp_path / "c.jsonl", [{"a.b": "with dots in its name", "a": {"b": "nested"}}])
     opened = open_prompts(plain, "data.train", DataConfig(prompt_key="a.b"), ALONE)
     assert opened[0]["prompt"] == "with dots in its name"

@@ -511,6 +511,15 @@ def test_columns_say_what_a_row_is(tmp_path):
         ["messages", "trained"],
         ["text"],
     ]
+    # As OpenR1-Math has them: what the user names counts before a chat.
+    both = {"problem": "1+1", "solution": "2", "body": "x", "messages": [HI, YO]}
+    both_path = written(tmp_path / "c.jsonl", [both])
+    named = ChatsConfig(prompt_key="problem", completion_key="solution")
+    (row,) = load_chats(both_path, named)
+    assert [message["content"] for message in row["messages"]] == ["1+1", "2"]
+    assert load_chats(both_path, ChatsConfig(text_key="body"))[0] == {"text": "x"}
+    for unnamed in (ChatsConfig(), ChatsConfig(completion_key="solution")):
+        assert load_chats(both_path, unnamed)[0]["messages"] == [HI, YO]
     gym = load_chats(
         "reasoning_gym:spell_backward?size=3&seed=1",
         ChatsConfig(completion_key="answer"),

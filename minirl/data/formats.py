@@ -164,7 +164,6 @@ def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPromp
     if prompt is None and env_prompts:
         return NO_PROMPT, answer
     is_chat = prompt is row.get("messages") or prompt is row.get("conversations")
-    is_chat = is_chat and cfg.prompt_key not in ("messages", "conversations")
     if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
         answer = prompt[-1]["content"] if answer is None else answer
         prompt = prompt[:-1]
@@ -286,6 +285,13 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     prompt = column(row, cfg.prompt_key)
     completion = column(row, cfg.completion_key)
     text = row.get(cfg.text_key)
+    if cfg.messages_key == ChatsConfig.messages_key:
+        # A column that the user names counts before a chat, which nobody has named.
+        names_text = cfg.text_key != ChatsConfig.text_key and isinstance(text, str)
+        names_completion = cfg.completion_key != ChatsConfig.completion_key
+        has_completion = completion is not None and prompt is not messages
+        if names_text or (names_completion and has_completion):
+            messages = None
     if messages is None and completion is None and isinstance(text, str):
         return {"text": text}
     refuse_chats(cfg, messages, prompt if completion is not None else None, completion)

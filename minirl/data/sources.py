@@ -273,8 +273,9 @@ def open_rows(
     values = dataclasses.asdict(cfg)
     named = {}
     for option in dataclasses.fields(cfg):
-        if option.name.endswith("_key") and values[option.name] != option.default:
-            named[f"data.{option.name}"] = values[option.name]
+        key = values[option.name]
+        if option.name.endswith("_key") and key and key != option.default:
+            named[f"data.{option.name}"] = key
     return Rows(
         sources,
         make_row,
