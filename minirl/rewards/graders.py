@@ -18,10 +18,12 @@ import pickle
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from minirl.base.errors import UserError, require
@@ -62,7 +64,7 @@ class Worker:
     """A process that grades."""
 
     pid: int
-    socket: socket.socket
+    connection: Connection
 
 
 class GraderPool:
@@ -136,13 +138,18 @@ class GraderPool:
         try:
             if worker is None:
                 own, inner = socket.socketpair()
+                # A worker that an answer has taken over may stop within a message.
+                for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    seconds = struct.pack("@ll", self.limits.wall_seconds, 0)
+                    own.setsockopt(socket.SOL_SOCKET, side, seconds)
                 with inner:
-                    worker = Worker(self._order(grading.FORK, 0, [inner.fileno()]), own)
-            reply = self._ask(worker, pickle.dumps(arguments))
+                    pid = self._order(grading.FORK, 0, [inner.fileno()])
+                worker = Worker(pid, Connection(own.detach()))
+            reply = self._ask(worker.connection, pickle.dumps(arguments))
             if "value" in reply:
                 kept = worker
             else:
-                worker.socket.close()
+                worker.connection.close()
                 status = self._order(grading.KILL, worker.pid, [])
                 reply = {"stopped": self._why(status), **reply}
         except ConnectionError as error:
@@ -168,19 +175,17 @@ class GraderPool:
             raise ConnectionError("the process that forks graders has ended")
         return grading.NUMBER.unpack(reply)[0]
 
-    def _ask(self, worker: Worker, request: bytes) -> dict[str, object]:
+    def _ask(self, worker: Connection, request: bytes) -> dict[str, object]:
         """Return a worker's reply, or why there is none; {} if it has ended or speaks nonsense."""
         patience = self.limits.wall_seconds
         try:
+            worker.send_bytes(request)
             # Waits are counted, not read from a clock, so that the seconds in which all processes
             # of a run are stopped do not count.
-            worker.socket.settimeout(patience)
-            grading.send(worker.socket, request)
-            worker.socket.settimeout(1.0)
-            reply = json.loads(grading.receive(worker.socket, MAX_REPLY, patience))
-        except TimeoutError:
-            return {"stopped": f"it took more than {patience} seconds"}
-        except (ConnectionError, ValueError):
+            if not any(worker.poll(1.0) for _ in range(patience)):
+                return {"stopped": f"it took more than {patience} seconds"}
+            reply = json.loads(worker.recv_bytes(MAX_REPLY))
+        except (EOFError, OSError, ValueError):
             return {}
         return reply if isinstance(reply, dict) else {}
 

@@ -17,12 +17,13 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
@@ -43,7 +44,6 @@ from minirl.rewards.adapters import foreign_prefix
 from minirl.rewards.functions import REWARDS
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.scoring import Rewards, grade
-from minirl.sandbox.inside.grading import receive, send
 from minirl.sandbox.inside.kernel import end_with_parent
 
 # What makes a reward function of the text after a prefix; imported when it is needed.
@@ -222,9 +222,9 @@ class ProcessReward(AdaptedReward):
         self.name = name
         self.function = function
         self.together = isinstance(function, AdaptedReward) and function.together
-        pairs = [socket.socketpair() for _ in range(num_workers)]
+        pairs = [Pipe() for _ in range(num_workers)]
         descriptors = [inner.fileno() for _, inner in pairs]
-        settings = {"name": name, "sockets": descriptors}
+        settings = {"name": name, "descriptors": descriptors}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", START, json.dumps(settings)],
             stdin=subprocess.DEVNULL,
@@ -234,7 +234,7 @@ class ProcessReward(AdaptedReward):
             | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])}
             | {"OMP_NUM_THREADS": "1"},
         )
-        self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         for own, inner in pairs:
             inner.close()
             self.free.put(own)
@@ -251,9 +251,9 @@ class ProcessReward(AdaptedReward):
         """
         worker = self.free.get()
         try:
-            send(worker, pickle.dumps(answers))
-            reply = receive(worker)
-        except OSError:
+            worker.send_bytes(pickle.dumps(answers))
+            reply = worker.recv_bytes()
+        except (EOFError, OSError):
             reply = b""
         self.free.put(worker)
         if not reply:
@@ -271,23 +271,26 @@ class ProcessReward(AdaptedReward):
 
 
 def main() -> None:
-    """Import a function, then fork a worker for each socket. Settings are in sys.argv[1]."""
+    """Import a function, then fork a worker for each connection. Settings are in sys.argv[1]."""
     settings = json.loads(sys.argv[1])
     end_with_parent()
     function = find_reward(settings["name"], RewardConfig())
     pids = []
-    for descriptor in settings["sockets"]:
+    for descriptor in settings["descriptors"]:
         pid = os.fork()
         if pid:
             pids.append(pid)
             continue
         end_with_parent()
-        for other in settings["sockets"]:
+        for other in settings["descriptors"]:
             if other != descriptor:
                 os.close(other)  # Whoever has one open hides that its worker has ended.
-        trainer = socket.socket(fileno=descriptor)
-        while request := receive(trainer):
-            answers = pickle.loads(request)
+        trainer = Connection(descriptor)
+        while True:
+            try:
+                answers = pickle.loads(trainer.recv_bytes())
+            except EOFError:
+                os._exit(0)
             values, problem, is_its_mistake = [], "", False
             try:
                 values = grade(function, settings["name"], answers)
@@ -295,9 +298,8 @@ def main() -> None:
                 problem = str(error)
                 is_its_mistake = is_mistake(error.__cause__)
             calls = [(answer.call.metrics, answer.call.columns) for answer in answers]
-            send(trainer, pickle.dumps((values, calls, problem, is_its_mistake)))
-        os._exit(0)
-    for descriptor in settings["sockets"]:
+            trainer.send_bytes(pickle.dumps((values, calls, problem, is_its_mistake)))
+    for descriptor in settings["descriptors"]:
         os.close(descriptor)
     for pid in pids:
         os.waitpid(pid, 0)

@@ -5,8 +5,8 @@ and then forks a worker whenever it is asked to, which costs milliseconds. A wor
 rights (kernel.py), and grades answers until it is killed, or is no longer wanted. So what an answer
 makes a grader do can hurt no other process, and a worker that runs into a limit is soon replaced.
 
-Both sides send frames: four bytes of length and then the text. A request is pickled, since it comes
-from the trainer. A reply is JSON, since it comes from a process that has read what a policy wrote:
+A request is pickled, since it comes from the trainer. A reply is JSON, since it comes from a
+process that has read what a policy wrote:
 {"value": number}, {"stopped": why} or {"mistake": what is wrong with the row}.
 """
 
@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from minirl.sandbox.inside.kernel import confine, end_with_parent
@@ -35,7 +36,6 @@ ORDER = struct.Struct("=ci")
 FORK, KILL = b"f", b"k"
 NUMBER = struct.Struct("=i")  # Its reply: the pid, or how the worker ended.
 READY = b"ready"
-LENGTH = struct.Struct("=I")  # Begins a frame.
 SECONDS_BETWEEN_LOOKS = 5.0  # At the parent, which could have ended without a word.
 
 # reasoning-gym's modules that evaluate an answer as Python, and as an expression of sympy.
@@ -96,13 +96,13 @@ def main() -> None:
             control.close()
             end_with_parent()
             if os.getppid() == template:
-                work(grade, socket.socket(fileno=descriptors[0]), settings)
+                work(grade, Connection(descriptors[0]), settings)
             os._exit(0)
         os.close(descriptors[0])
         control.sendall(NUMBER.pack(pid))
 
 
-def work(grade: Callable, trainer: socket.socket, settings: dict) -> None:
+def work(grade: Callable, trainer: Connection, settings: dict) -> None:
     """Give up all rights, then grade answers until the trainer closes its end."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = num_pages * resource.getpagesize() + settings["memory"]
@@ -114,8 +114,11 @@ def work(grade: Callable, trainer: socket.socket, settings: dict) -> None:
         resource.RLIMIT_MEMLOCK: (0, 0),
     }
     confine(settings["readable"], None, limits)
-    while request := receive(trainer):
-        arguments = pickle.loads(request)
+    while True:
+        try:
+            arguments = pickle.loads(trainer.recv_bytes())
+        except EOFError:
+            return
         # Its signal ends the process, wherever it is: a power of numbers is one call of Python.
         signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
         reply: dict[str, object]
@@ -128,58 +131,7 @@ def work(grade: Callable, trainer: socket.socket, settings: dict) -> None:
         except Exception as error:  # a grader may raise anything at what a policy wrote
             reply = {"stopped": f"{type(error).__name__}: {error}"[:200]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(trainer, json.dumps(reply).encode())
-
-
-# --------------------------------------------------------------------------------------------------
-# frames
-
-
-def send(peer: socket.socket, text: bytes) -> None:
-    """Send a frame."""
-    peer.sendall(LENGTH.pack(len(text)) + text)
-
-
-def receive(peer: socket.socket, longest: int = 2**32, patience: int | None = None) -> bytes:
-    """Return the next frame; nothing if the other side has left.
-
-    Args:
-        peer: the connection.
-        longest: length that a frame may have in bytes.
-        patience: how often to wait as long as `peer`'s timeout, or for a part of the frame. None:
-            for ever.
-
-    Raises:
-        ConnectionError: the frame is longer, or is cut.
-        TimeoutError: it takes longer.
-    """
-    head = _receive_exactly(peer, LENGTH.size, patience)
-    if not head:
-        return b""
-    (length,) = LENGTH.unpack(head)
-    if not 0 < length <= longest:
-        raise ConnectionError(f"a frame of {length} bytes")
-    return _receive_exactly(peer, length, patience)
-
-
-def _receive_exactly(peer: socket.socket, length: int, patience: int | None) -> bytes:
-    """Return so many bytes; nothing if there are none. Raises as `receive`."""
-    received = bytearray()
-    num_waits = 0
-    while len(received) < length:
-        num_waits += 1
-        if patience is not None and num_waits > patience:
-            raise TimeoutError
-        try:
-            part = peer.recv(min(length - len(received), 2**20))
-        except TimeoutError:
-            continue
-        if not part:
-            if received:
-                raise ConnectionError("a frame is cut")
-            break
-        received += part
-    return bytes(received)
+        trainer.send_bytes(json.dumps(reply).encode())
 
 
 # --------------------------------------------------------------------------------------------------
