@@ -115,7 +115,7 @@ BROAD = {
     "for which chat",
     "data/images.py:_open": "Pillow may raise anything for a damaged file; the user is told which "
     "image and what",
-    "sandbox/inside/program.py:execute": "an untrusted program may raise anything, and is told so",
+    "sandbox/inside/program.py:main": "an untrusted program may raise anything, and is told so",
     "sandbox/inside/trial.py:serve": "and it may do so when its tests call it, as they may expect",
     "sandbox/inside/trial.py:_do_pass": "tests that end by any error have failed",
     "sandbox/inside/grading.py:work": "so may a grader at what a policy wrote, which earns 0",

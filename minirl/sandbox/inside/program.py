@@ -32,24 +32,27 @@ def main() -> None:
     sys.modules["__main__"] = module
     scope = vars(module)
     scope |= {"__builtins__": builtins, "__file__": "main.py"}
-    if settings["verdict"] is None:
-        give_up_rights()
-        sys.path.insert(0, folder)
-        execute("main.py", scope)
-        return
+    tests = None
+    if settings["verdict"] is not None:
+        # Imported here: most programs have no tests, and start in half the time without these.
+        from minirl.sandbox.inside.trial import serve, start_tests
 
-    # Imported here: most programs have no tests, and start in half the time without these.
-    from minirl.sandbox.inside.trial import serve, start_tests
-
-    tests = start_tests(settings["verdict"], give_up_rights)
+        tests = start_tests(settings["verdict"], give_up_rights)
     give_up_rights()
     sys.path.insert(0, folder)
     try:
-        execute("main.py", scope)
+        with open("main.py", encoding="utf-8") as stream:
+            source = stream.read()
+        exec(compile(source, "main.py", "exec"), scope)
     except SystemExit as left:
-        if left.code not in (None, 0):
+        if tests is None or left.code not in (None, 0):
             raise
-    serve(scope, tests)
+    except BaseException as error:  # whatever it is, the traceback shows the program's frames only
+        own_frames = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(error.with_traceback(own_frames))
+        sys.exit(1)
+    if tests is not None:
+        serve(scope, tests)
 
 
 def limits(settings: dict) -> dict[int, tuple[int, int]]:
@@ -65,17 +68,3 @@ def limits(settings: dict) -> dict[int, tuple[int, int]]:
         resource.RLIMIT_MEMLOCK: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
     }
-
-
-def execute(file: str, scope: dict) -> None:
-    """Run a file. An error is printed without the frames of this one, and ends the process."""
-    try:
-        with open(file, encoding="utf-8") as stream:
-            source = stream.read()
-        exec(compile(source, file, "exec"), scope)
-    except SystemExit:
-        raise
-    except BaseException as error:  # whatever it is, the traceback shows the program's frames only
-        own_frames = error.__traceback__.tb_next if error.__traceback__ else None
-        traceback.print_exception(error.with_traceback(own_frames))
-        sys.exit(1)
