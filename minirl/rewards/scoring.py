@@ -81,11 +81,6 @@ class Rewards:
             if problem:
                 raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
-    @property
-    def together(self) -> bool:
-        """Whether a function is called for all completions of a prompt at once."""
-        return any(is_together(function) for _, function, _ in self.weighted)
-
     def __call__(
         self,
         row: dict,
