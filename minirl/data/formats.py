@@ -417,8 +417,10 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
     before = []
     if prompt is not None:
         before = to_messages(with_images(prompt, row, source, cfg), cfg.system_prompt)
-        if before[0]["role"] != "system" and chosen[0] == rejected[0]:
-            before = [*_system(chosen[0]), *before]
+        first = chosen[0]  # A letter, if the side is a text.
+        is_shared = first == rejected[0] and before[0]["role"] != "system"
+        if is_shared and isinstance(first, dict) and first["role"] == "system":
+            before = [first, *before]
     chosen = _whole_chat(before, chosen, cfg)
     rejected = _whole_chat(before, rejected, cfg)
     if not before:
@@ -452,11 +454,6 @@ def _margin(raw: dict, cfg: PairsConfig) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise wrong_column("data.margin_key", cfg.margin_key, "a finite number", raw, margin)
     return float(margin)
-
-
-def _system(first: str | dict) -> Messages:
-    """Return the first message of both sides in a list, if it is the system's."""
-    return [first] if isinstance(first, dict) and first["role"] == "system" else []
 
 
 def _side(
