@@ -275,11 +275,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     end_with_parent()
     function = find_reward(settings["name"], RewardConfig())
-    pids = []
     for descriptor in settings["descriptors"]:
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
+        if os.fork():
             continue
         end_with_parent()
         for other in settings["descriptors"]:
@@ -301,5 +298,5 @@ def main() -> None:
             trainer.send_bytes(pickle.dumps((values, calls, problem, is_its_mistake)))
     for descriptor in settings["descriptors"]:
         os.close(descriptor)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    for _ in settings["descriptors"]:
+        os.wait()
