@@ -21,6 +21,7 @@ import asyncio
 import importlib
 import inspect
 import itertools
+import math
 import numbers
 import threading
 from collections.abc import Callable, Sequence
@@ -103,10 +104,8 @@ def foreign_prefix(function: Callable) -> tuple[str, str]:
 
 def plain_number(value: Any) -> Any:
     """Return the number that a tensor or an array of one value holds; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value
-    is_one = isinstance(value, np.ndarray | np.generic) and value.size == 1
-    return value.item() if is_one else value
+    is_array = isinstance(value, torch.Tensor | np.ndarray | np.generic)
+    return value.item() if is_array and math.prod(value.shape) == 1 else value
 
 
 @cache
