@@ -57,10 +57,12 @@ class RemoteReward:
         headers = {"Accept-Encoding": "identity"}  # A few numbers need no compression.
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        # `_post` keeps the time; this ends what it has abandoned.
+        # `_send` keeps the time; this ends what it has abandoned.
         self.client = httpx.Client(timeout=2 * cfg.timeout_seconds, headers=headers)
         self.urls = itertools.cycle(urls)
         self.pool = ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint")
+        # More than one for each, because those that are late are abandoned.
+        self.requests = ThreadPoolExecutor(4 * len(urls), thread_name_prefix="request")
         self.lock = threading.Lock()
         # Query, prompt and label of what the next request sends, and the rewards it will return.
         self.waiting: list[tuple[str, str, object]] = []
@@ -94,9 +96,12 @@ class RemoteReward:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
             url = next(self.urls)
             try:
-                status, content = self._post(url, body, max_bytes)
+                # httpx limits the time between two bytes, and a server may send them slowly.
+                pending = self.requests.submit(self._post, url, body, max_bytes)
+                status, content = pending.result(self.cfg.timeout_seconds)
             except (httpx.RequestError, TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                reason = str(error) or "the response was not whole in time"
+                problem = f"{type(error).__name__}: {reason}"
                 continue
             text = content[:200].decode(errors="replace")
             if httpx.codes.is_success(status):
@@ -125,10 +130,7 @@ class RemoteReward:
         )
 
     def _post(self, url: str, body: dict, max_bytes: int) -> tuple[int, bytes]:
-        """Send a request, and return status and content of the response if it is whole in time.
-
-        httpx limits the time between two bytes, and a server may send them slowly for ever. So the
-        request has a thread, which is abandoned if it is late.
+        """Send a request, and return status and content of the response.
 
         Args:
             url: of the endpoint.
@@ -137,19 +139,8 @@ class RemoteReward:
 
         Raises:
             UserError: the response is compressed.
-            TimeoutError: it took longer than reward.timeout_seconds in all.
             httpx.RequestError: there is no response.
         """
-        thread = ThreadPoolExecutor(1, thread_name_prefix="request")
-        pending = thread.submit(self._exchange, url, body, max_bytes)
-        thread.shutdown(wait=False)
-        try:
-            return pending.result(self.cfg.timeout_seconds)
-        except TimeoutError as error:
-            raise TimeoutError("the response was not whole in time") from error
-
-    def _exchange(self, url: str, body: dict, max_bytes: int) -> tuple[int, bytes]:
-        """Send a request and read the response as far as `_post` says."""
         content = bytearray()
         with self.client.stream("POST", url, json=body) as response:
             # It was not asked for. Decompressed, a few bytes can be more than the memory holds.
