@@ -110,8 +110,6 @@ def work(grade: Callable, trainer: Connection, settings: dict) -> None:
         resource.RLIMIT_AS: (memory, memory),
         resource.RLIMIT_FSIZE: (0, 0),
         resource.RLIMIT_NOFILE: (64, 64),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_MEMLOCK: (0, 0),
     }
     confine(settings["readable"], None, limits)
     while True:

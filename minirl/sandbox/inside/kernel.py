@@ -83,15 +83,17 @@ def confine(readable: list[str], folder: str | None, limits: dict[int, tuple[int
     Args:
         readable: paths below which it may read.
         folder: below it everything is allowed; None: there is no such folder.
-        limits: by resource (RLIMIT_...): soft and hard limit.
+        limits: by resource (RLIMIT_...): soft and hard limit, besides those that are always 0.
 
     Raises:
         OSError: the kernel lacks Landlock or seccomp.
         KeyError: the tables know no such machine.
     """
     column, architecture = MACHINES[os.uname().machine]
-    for kind, (soft, hard) in limits.items():
-        resource.setrlimit(kind, (soft, hard))
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+        resource.setrlimit(kind, (0, 0))
+    for kind, soft_and_hard in limits.items():
+        resource.setrlimit(kind, soft_and_hard)
     program = filter_program(column, architecture)  # Reads a file, which is out of reach later.
     _call(PRCTL[column], PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # Which both filters ask for.
     _drop_capabilities(column)

@@ -64,7 +64,4 @@ def limits(settings: dict) -> dict[int, tuple[int, int]]:
         resource.RLIMIT_AS: (memory, memory),
         resource.RLIMIT_FSIZE: (disk, disk),
         resource.RLIMIT_NOFILE: (256, 256),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_MEMLOCK: (0, 0),
-        resource.RLIMIT_MSGQUEUE: (0, 0),
     }
