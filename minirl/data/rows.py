@@ -136,8 +136,7 @@ class Order:
         self._rows = np.arange(0 if shuffle else num_rows)
 
     def __getitem__(self, number: int) -> int:
-        epoch, index = divmod(number, self.num_rows)
-        return int(self._epoch_rows(epoch)[index])
+        return int(self.rows(number, number + 1)[0])
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Return the rows of the examples from `first` to before `last`, int64."""

@@ -144,8 +144,7 @@ def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FILE_DESCRIPTORS:
-        most = hard if hard != resource.RLIM_INFINITY else _FILE_DESCRIPTORS
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILE_DESCRIPTORS, most), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILE_DESCRIPTORS, hard), hard))
     known = [f"{'GET' if 'GET' in (r.methods or ()) else 'POST'} {r.path}" for r in routes]
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
