@@ -194,8 +194,6 @@ def choose(
     for part in range(NUM_PARTS):
         # 1. Sort. Rows with the same digest are neighbours then, in the order of their numbers.
         numbers = np.flatnonzero(parts == part)
-        if not len(numbers):
-            continue
         words = digests[numbers]
         keys = (words["row"], words["prompt"]) if distinct else (words["prompt"],)
         order = np.lexsort(keys)
