@@ -523,9 +523,11 @@ EXHAUSTING = {
 
 
 @pytest.mark.parametrize("name", EXHAUSTING)
-def test_a_program_that_uses_things_up_has_a_result(name, tmp_path):
+def test_a_program_that_uses_things_up_has_a_result(name, tmp_path, monkeypatch):
     program, statuses, says = EXHAUSTING[name]
-    folders = {f for f in os.listdir(tempfile.gettempdir()) if f.startswith("minirl-")}
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
     seconds = 0.5 if statuses == {"timeout"} else 50.0
     limits = ProgramLimits(seconds=seconds, memory_mb=512, disk_mb=16)
     began = time.monotonic()
@@ -533,7 +535,7 @@ def test_a_program_that_uses_things_up_has_a_result(name, tmp_path):
     assert time.monotonic() - began < 55
     assert result.status in statuses, result
     assert says in result.output, result
-    assert {f for f in os.listdir(tempfile.gettempdir()) if f.startswith("minirl-")} <= folders
+    assert list(folders.iterdir()) == []
 
 
 def test_a_program_ends_with_its_trainer(tmp_path):

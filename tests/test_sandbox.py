@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -172,7 +172,7 @@ def harmed(tmp_path_factory):
     limits = ProgramLimits(
         seconds=20.0, memory_mb=512, output=2000, disk_mb=16
     )  # but for those that would use it up
-    folders = set(os.listdir(Path(tempfile.gettempdir())))
+    folders = tmp_path_factory.mktemp("folders")
 
     def one(name, n):
         program = (
@@ -190,14 +190,11 @@ def harmed(tmp_path_factory):
 
     runner.check_supported()
     threads = threading.active_count()
-    with ThreadPoolExecutor(4) as pool:
+    with mock.patch.object(tempfile, "tempdir", str(folders)), ThreadPoolExecutor(4) as pool:
         results = [
             f.result() for f in [pool.submit(one, name, n) for n in range(COPIES) for name in HARM]
         ]
-    left = {
-        f for f in set(os.listdir(Path(tempfile.gettempdir()))) - folders if f.startswith("minirl-")
-    }
-    return results, outside, left, threads
+    return results, outside, list(folders.iterdir()), threads
 
 
 @pytest.mark.parametrize("name", HARM)
@@ -218,7 +215,7 @@ def test_nothing_outside_has_changed(harmed):
         outside / "secret"
     ).read_text() == "kept"
     assert not any("kept" in r.output for _, r, _ in results)
-    assert left == set()
+    assert left == []
     assert threading.active_count() == threads
     assert [p for p in psutil.Process().children() if "inside.py" in " ".join(p.cmdline())] == []
     assert set(Counter(r.status for _, r, _ in results)) <= {
