@@ -18,12 +18,13 @@ import numpy as np
 import tyro
 
 from benchmarks import fits
+from benchmarks.outages import ChangingJob, Outages
 from minirl.config.rl import RLConfig
 from minirl.plan import overlap
 from minirl.plan.cards import CARDS
 from minirl.plan.overlap import STALENESS, Case, Comparison, Simulated
 from minirl.plan.plan import Engine, Workload, read_models
-from minirl.plan.simulation import Job, LogNormal, Outages, Outcome
+from minirl.plan.simulation import Job, LogNormal, Outcome
 
 LENGTHS = LogNormal.of_mean(5000.0, 1.0, 32768.0)
 PROMPT_TOKENS = 512
@@ -52,7 +53,7 @@ COLUMNS = [
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A change of a job. Outages and environments are those of the simulation."""
+    """A change of a job. Environments are those of the simulation."""
 
     name: str
     slow_share: float = 0.0  # Of the engines, each of which takes twice as long.
@@ -146,14 +147,19 @@ def changed(result: Simulated, what_if: WhatIf, steps: int) -> Simulated:
         card = CARDS[what_if.card]
         engine = Engine(generating.workload, generating.workload.engine, card)
     job = overlap.job_of(result.plan, LENGTHS, engine=engine)
-    num_slow = round(what_if.slow_share * job.num_engines)
-    job = replace(
-        job,
-        slowness=(2.0,) * num_slow,
-        outages=what_if.outages,
-        environment_seconds=8 * what_if.turn_seconds,
-        steps=steps,
-    )
+    slowness = np.ones(job.num_engines)
+    slowness[: round(what_if.slow_share * job.num_engines)] = 2.0
+
+    def slow(running: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        return step_seconds(running, contexts) * slowness
+
+    step_seconds = job.step_seconds
+    known = vars(job) | {
+        "step_seconds": slow,
+        "environment_seconds": 8 * what_if.turn_seconds,
+        "steps": steps,
+    }
+    job = ChangingJob(**known, outages=what_if.outages)
     return result._replace(job=job, outcome=overlap.simulate(result.case, job))
 
 

@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tyro
 
-from minirl.plan.simulation import WARM_UP, Job, LogNormal, SimulatedRun
+from benchmarks.outages import ChangingEngines, ChangingJob
+from minirl.plan.simulation import WARM_UP, LogNormal, SimulatedRun
 
 Rule = Literal["restart", "pace", "no limit"]
 RULES: tuple[Rule, ...] = ("restart", "pace", "no limit")
@@ -70,7 +71,7 @@ def step_seconds(running: np.ndarray, contexts: np.ndarray) -> np.ndarray:
 
 def simulate(load: Load, rule: Rule) -> Outcome:
     """Simulate a run under one of the rules, without the time of training."""
-    job = Job(
+    job = ChangingJob(
         prompts=load.prompts,
         samples=load.samples,
         lengths=LogNormal(load.median, load.sigma, load.longest),
@@ -81,6 +82,7 @@ def simulate(load: Load, rule: Rule) -> Outcome:
     )
     run = SimulatedRun(job, ahead=load.ahead, max_staleness=load.max_staleness)
     engines = run.engines
+    assert isinstance(engines, ChangingEngines)
     warm = int(load.steps * WARM_UP)
     first_steps = np.empty(0, np.int64)  # Of each ticket.
     trained_in = np.empty(0, np.int64)  # And the step that trains on it.

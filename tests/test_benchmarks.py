@@ -116,7 +116,7 @@ STARTING = (
     "dryrun",
 )
 # Files that are parts of another one.
-PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
+PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "outages", "trl_side"}
 PARTS |= {"preempt_compare", "preempt_job", "preempt_runs"}
 PARTS |= {"growth_law", "growth_load", "growth_refit", "growth_rows", "growth_save", "growth_step"}
 # The plan's figure beside a measured one: a pretended device needs a compiler.

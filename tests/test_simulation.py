@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from benchmarks.outages import ChangingJob, Outages
 from minirl.base.errors import UserError
 from minirl.plan import simulation
-from minirl.plan.simulation import Engines, Job, LogNormal, Measured, Outages, SimulatedRun
+from minirl.plan.simulation import Engines, Job, LogNormal, Measured, SimulatedRun
 from minirl.rollout import index
 
 TAIL = LogNormal(300.0, 1.0, 3200.0)
@@ -51,7 +52,7 @@ def job(**settings):
         "train_seconds": 10.0,
         "refit_seconds": 1.0,
     }
-    return Job(**known | settings)
+    return ChangingJob(**known | settings) if "outages" in settings else Job(**known | settings)
 
 
 WAYS = {
@@ -210,7 +211,7 @@ def test_engines_that_fail_lose_tokens_and_others_draw_them_again():
 
 
 def test_a_slow_engine_is_felt():
-    slow = simulation.lockstep(job(slowness=(3.0,)))
+    slow = simulation.lockstep(job(step_seconds=lambda *given: usual(*given) * [3.0, 1.0, 1.0]))
     assert slow.seconds > 1.3 * simulation.lockstep(job()).seconds
     assert slow.seconds <= 3.01 * simulation.lockstep(job()).seconds
 

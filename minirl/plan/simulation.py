@@ -122,16 +122,6 @@ def _normal(x: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outages:
-    """Engines that come and go: they fail and are repaired, or are taken away and given back."""
-
-    share: float = 1.0  # Of the engines, to which this happens.
-    up_seconds: float  # Mean time from coming to going.
-    down_seconds: float  # Mean time until an engine is back.
-    keeps_tokens: bool = False  # Other engines continue its groups; else they begin again.
-
-
-@dataclass(frozen=True, kw_only=True)
 class Job:
     """A run to simulate: what a step draws, and how long its parts take."""
 
@@ -145,8 +135,6 @@ class Job:
     slots: int  # Sequences that an engine generates at once.
     step_seconds: StepSeconds
     token_seconds: float = 0.0  # Of reading a token of a prompt, or of an answer under new weights.
-    slowness: tuple[float, ...] = ()  # Of the first engines: times `step_seconds`.
-    outages: Outages | None = None
 
     train_seconds: float  # Of a step's answers: log-probs, forward, backward.
     update_seconds: float = 0.0  # Of a step's optimizer.
@@ -156,6 +144,10 @@ class Job:
 
     steps: int = 18
     seed: int = 0
+
+    def engines(self) -> "Engines":
+        """Return its engines."""
+        return Engines(self)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,7 +171,7 @@ class Engines:
     Attributes:
         now: seconds since the run began.
         idle: seconds of all engines together in which they had no answer to draw.
-        lost: tokens that were drawn and thrown away.
+        lost: tokens that were drawn and thrown away, which these engines never do.
         lengths: float64 [N, samples], tokens of the answers of each ticket.
         finished_at: float64 [N], when the group of each ticket finished; inf: it has not.
     """
@@ -194,18 +186,10 @@ class Engines:
         self.answers = np.empty(0, ANSWER)
         self._num_left = np.empty(0, np.int64)  # Answers of each ticket that are not at their end.
         self._waiting = np.empty(0, ANSWER)  # Groups that no engine has taken, one after another.
-        self._lengths_rng, self._outages_rng = np.random.default_rng(job.seed).spawn(2)
+        self._lengths_rng = np.random.default_rng(job.seed).spawn(1)[0]
         self._stall = np.zeros(job.num_engines)  # Seconds until each engine draws again.
-        self._slowness = np.ones(job.num_engines)
-        self._slowness[: len(job.slowness)] = job.slowness
-        self._step = job.step_seconds(self._slowness, self._stall) * self._slowness
+        self._step = job.step_seconds(np.ones(job.num_engines), self._stall)
         self._room = np.full(job.num_engines, max(1, job.slots // job.samples))  # Groups.
-        self._is_away = np.zeros(job.num_engines, np.bool_)
-        self._changes_at = np.full(job.num_engines, math.inf)  # When it goes or comes.
-        if job.outages:
-            num = round(job.outages.share * job.num_engines)
-            up = self._outages_rng.exponential(job.outages.up_seconds, num)
-            self._changes_at[:num] = up
 
     def begin(self, num: int) -> range:
         """Put new groups on the queue; return their tickets."""
@@ -216,15 +200,6 @@ class Engines:
         self._num_left = np.concatenate((self._num_left, np.full(num, self.job.samples)))
         self._waiting = np.concatenate((self._waiting, self._answers_of(np.array(tickets))))
         return tickets
-
-    def begin_again(self, tickets: np.ndarray) -> None:
-        """Throw away what groups have drawn, and let them draw it again before all others."""
-        self.lost += float(self.drawn_tokens()[tickets].sum())
-        self.answers = self.answers[~np.isin(self.answers["ticket"], tickets)]
-        others = self._waiting[~np.isin(self._waiting["ticket"], tickets)]
-        self._waiting = np.concatenate((self._answers_of(tickets), others))
-        self._num_left[tickets] = self.job.samples
-        self.finished_at[tickets] = math.inf
 
     def _answers_of(self, tickets: np.ndarray) -> np.ndarray:
         """Return the answers of groups, ANSWER [N], of which nothing is drawn."""
@@ -261,13 +236,10 @@ class Engines:
             until: the time at which it ends at the latest.
             enough_at: the round ends when enough groups have finished.
         """
-        while self._changes_at.min() <= self.now:
-            self._come_or_go(int(self._changes_at.argmin()))
-        until = min(until, self._changes_at.min())
         self._take_waiting()
         if not len(self.answers):
             assert until < math.inf, "there is nothing to draw"
-            self._pass(until, self.now)
+            self._pass(until, np.full(self.job.num_engines, self.now))
         else:
             self._draw(until, enough_at)
 
@@ -322,7 +294,7 @@ class Engines:
         answers = self.answers
         engine = answers["engine"]
         on_engines = (self._by_engine(runs), self._by_engine(runs * contexts))
-        self._step = self.job.step_seconds(*on_engines) * self._slowness
+        self._step = self.job.step_seconds(*on_engines)
         seconds = answers["left"] * self._step[engine] + answers["pause"]
         ends = self.now + self._stall[engine] + seconds
         return min(until, float(np.partition(ends, most - 1)[most - 1])), ends
@@ -337,9 +309,9 @@ class Engines:
         began = self.now + self._stall[self.answers["engine"]]
         return np.clip((now - began) / (ends - began), 0.0, 1.0)
 
-    def _pass(self, until: float, busy_until: np.ndarray | float) -> None:
+    def _pass(self, until: float, busy_until: np.ndarray) -> None:
         """Let time pass, in which engines have answers to draw until then."""
-        self.idle += float(((until - busy_until) * ~self._is_away).sum())
+        self.idle += float((until - busy_until).sum())
         self._stall = np.maximum(self._stall - (until - self.now), 0.0)
         self.now = until
 
@@ -354,7 +326,7 @@ class Engines:
             return
         job = self.job
         groups = np.ceil(self._by_engine(None) / job.samples).astype(np.int64)
-        room = np.where(self._is_away, 0, np.maximum(self._room - groups, 0))
+        room = np.maximum(self._room - groups, 0)
         if not room.any():
             return
         is_first = np.diff(waiting["ticket"], prepend=-1) != 0
@@ -371,22 +343,6 @@ class Engines:
         # A prompt is read once for its group.
         read = taken["context"] - job.prompt_tokens * ~is_first[:num_answers]
         self._stall += job.token_seconds * np.bincount(taken["engine"], read, job.num_engines)
-
-    def _come_or_go(self, engine: int) -> None:
-        """Let an engine come back, or go and leave its groups to the others."""
-        outages = self.job.outages
-        assert outages
-        self._is_away[engine] ^= True
-        mean = outages.down_seconds if self._is_away[engine] else outages.up_seconds
-        self._changes_at[engine] = self.now + self._outages_rng.exponential(mean)
-        is_left = self.answers["engine"] == engine
-        left = self.answers[is_left]
-        if outages.keeps_tokens:
-            by_group = left[np.argsort(left["ticket"])]
-            self._waiting = np.concatenate((by_group, self._waiting))
-            self.answers = self.answers[~is_left]
-        elif len(left):
-            self.begin_again(np.unique(left["ticket"]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,7 +370,7 @@ class SimulatedRun:
 
     def __init__(self, job: Job, *, ahead: int = 0, max_staleness: int = 1):
         self.job = job
-        self.engines = Engines(job)
+        self.engines = job.engines()
         self.pace = Pace(
             prompts_per_step=job.prompts,
             ahead=ahead,
