@@ -7,6 +7,7 @@ is what `python -m minirl.plan --overlap` prints.
 import dataclasses
 import math
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,17 +34,6 @@ class Case(NamedTuple):
     generators: int = 0
     max_staleness: int = 0
     ahead: int = 0
-
-    @property
-    def flags(self) -> str:
-        """Return its settings as flags of `minirl.rl`."""
-        if self.way == "colocated":
-            return "(all ranks do both)"
-        if self.way == "ahead":
-            return f"--rollout.ahead {self.ahead} --rollout.max-staleness {self.max_staleness}"
-        flags = f"--parallel.generators {self.generators} --rollout.overlap {self.way}"
-        bound = f" --rollout.max-staleness {self.max_staleness}"
-        return flags + bound * (self.way == "inflight")
 
 
 class Simulated(NamedTuple):
@@ -104,19 +94,21 @@ def with_case(cfg: RLConfig, case: Case) -> RLConfig:
 
 def flags_of(case: Case, cfg: RLConfig) -> str:
     """Return the flags of a case, and those that take back what the config says otherwise."""
-    flags = case.flags
     changed = with_case(cfg, case)
     settings = {
-        "parallel.generators": (cfg.parallel.generators, changed.parallel.generators),
-        "rollout.overlap": (cfg.rollout.overlap, changed.rollout.overlap),
-        "rollout.ahead": (cfg.rollout.ahead, changed.rollout.ahead),
-        "rollout.kv": (cfg.rollout.kv, changed.rollout.kv),
-        "engine.sleep": (cfg.engine.sleep, changed.engine.sleep),
+        "parallel.generators": case.generators,
+        "rollout.overlap": case.generators,
+        "rollout.ahead": case.ahead,
+        "rollout.max_staleness": case.max_staleness,
+        "rollout.kv": 0,
+        "engine.sleep": 0,
     }
-    for name, (before, after) in settings.items():
-        if after != before and f"--{name}" not in flags:
-            flags += f" --{name} {after}"
-    return flags
+    flags = [] if case.generators or case.ahead else ["(all ranks do both)"]
+    for name, belongs_to_case in settings.items():
+        value = attrgetter(name)(changed)
+        if belongs_to_case or value != attrgetter(name)(cfg):
+            flags.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(flags)
 
 
 def job_of(

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -419,13 +419,9 @@ class Engine:
 # the plan
 
 
+@lru_cache(256)  # What sleeps changes nothing here: the same is asked for again.
 def count_training(
-    workload: Workload,
-    checkpointing: Checkpointing,
-    card: Card,
-    gpus_per_node: int,
-    *,
-    liger: bool,
+    workload: Workload, card: Card, gpus_per_node: int, checkpointing: Checkpointing, liger: bool
 ) -> dict[str, Training]:
     """Return what each model costs by its name, whatever sleeps. The arguments are those of `Plan`.
 
@@ -467,7 +463,6 @@ class Plan:
         sleep: what sleeps in turn, if there is an engine. Of ranks that only train: all: a model is
             in host memory while another one computes; or none.
         liger: liger-kernel is installed where it runs, for `policy.kernels` auto.
-        trained: what `count_training` returns for these, if that has been counted.
     """
 
     def __init__(
@@ -479,7 +474,6 @@ class Plan:
         sleep: Sleep = "all",
         *,
         liger: bool = True,
-        trained: dict[str, Training] | None = None,
     ):
         cfg = workload.cfg
         self.sleep = sleep
@@ -500,10 +494,7 @@ class Plan:
             received = self.generators.engine.weights * generating.world_size
             self.sent = received / workload.world_size
         self.num_gpus = sum(side.workload.world_size for side in self.sides)
-        self.is_across = self.num_gpus > gpus_per_node  # Several nodes.
-        if trained is None:
-            trained = count_training(workload, checkpointing, card, gpus_per_node, liger=liger)
-        self.trained = trained
+        self.trained = count_training(workload, card, gpus_per_node, checkpointing, liger)
         # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
         self.on_host = self.engine.on_host if self.engine else 0.0
         for name, training in self.trained.items():
@@ -680,7 +671,7 @@ class Plan:
             seconds["sleep_wake"] = MAP_SECONDS * mapped / GIB + card.to_host(2 * moved)
         elif self.generators:
             slower = max(self.sent, self.generators.engine.weights)
-            seconds["refit"] = card.sending(slower, across=self.is_across)
+            seconds["refit"] = card.sending(slower, across=self.num_gpus > self.gpus_per_node)
             if moved:
                 seconds["sleep_wake"] = card.to_host(2 * moved)
         num_micro = workload.load.num_micro * workload.num_updates
@@ -767,23 +758,19 @@ def make_plan(workload: Workload, card: Card, gpus_per_node: int, *, liger: bool
         sleeps = (workload.engine.sleep if workload.engine else "all",)
     if workload.only_trains:  # A policy alone has nobody to make room for.
         sleeps = ("none", "all") if len(workload.models) > 1 else ("none",)
-    # What sleeps changes nothing in training.
-    trained_of = cache(partial(count_training, card=card, gpus_per_node=gpus_per_node, liger=liger))
-    plan_of = partial(Plan, card=card, gpus_per_node=gpus_per_node)
+    plan_of = partial(Plan, card=card, gpus_per_node=gpus_per_node, liger=liger)
     choices = list(workload.choices())
     fitting: list[Plan] = []
     for checkpointing in kinds:
         for sleep in sleeps:
-            trained = trained_of(workload, checkpointing)
-            plan = plan_of(workload, checkpointing=checkpointing, sleep=sleep, trained=trained)
+            plan = plan_of(workload, checkpointing=checkpointing, sleep=sleep)
             # What the settings ask for may take all of the card.
             if plan.shortage or (sleep != sleeps[-1] and plan.used > MOST_USED):
                 continue
             fitting.append(plan)
             fastest = math.inf
             for load in choices:
-                trained = trained_of(load, checkpointing)
-                plan = plan_of(load, checkpointing=checkpointing, sleep=sleep, trained=trained)
+                plan = plan_of(load, checkpointing=checkpointing, sleep=sleep)
                 if plan.shortage or plan.used > MOST_USED:
                     continue
                 if plan.busy_seconds * LEAST_GAIN > fastest:
