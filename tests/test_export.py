@@ -26,7 +26,6 @@ from minirl.checkpoint.exporting import (
     Exporter,
     name_special_tokens,
     plan_folder,
-    spread,
     write_companions,
     write_rope_alike,
 )
@@ -318,13 +317,6 @@ def test_an_export_is_the_config_that_it_was_for_transformers_5(tmp_path):
     rope = AutoConfig.from_pretrained(out).rope_parameters
     assert rope == AutoConfig.from_pretrained(folder).rope_parameters
     assert build.read_config(out).rope_parameters == rope
-
-
-def test_files_are_spread_by_bytes():
-    sizes = {"a": 5, "b": 9, "c": 4, "d": 3, "e": 3}
-    assert spread(sizes, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}
-    assert spread(sizes, 8) == {"b": 0, "a": 1, "c": 2, "d": 3, "e": 4}
-    assert set(spread(sizes, 1).values()) == {0}
 
 
 def test_later_saves_send_no_plan_and_a_writer_receives_a_file_of_the_model():

@@ -72,7 +72,7 @@ def plan_folder(
         source: the folder whose config and tokenizer are taken.
         shapes: the shapes of the model's tensors, by name.
         dtype: the dtype of the files' weights.
-        world_size: number of ranks, which share the files evenly by bytes.
+        world_size: number of ranks, which take turns.
     """
     config = build.read_config(source)
     slices = {}
@@ -82,9 +82,7 @@ def plan_folder(
         sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=MAX_FILE_BYTES)
 
-    bytes_of_file = {}
-    for file, names in split.filename_to_tensors.items():
-        bytes_of_file[file] = sum(sizes[name].nbytes for name in names)
+    files = split.filename_to_tensors
     index = None
     if split.is_sharded:
         file_of_weight = {}
@@ -97,21 +95,10 @@ def plan_folder(
         dtype,
         shapes,
         slices,
-        split.filename_to_tensors,
-        spread(bytes_of_file, world_size),
+        files,
+        {file: number % world_size for number, file in enumerate(files)},  # Of about equal size.
         index,
     )
-
-
-def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Give each file to a rank: the largest first, each to the rank that has fewest bytes."""
-    totals = [0] * world_size
-    writers = {}
-    for file in sorted(sizes, key=lambda file: -sizes[file]):
-        rank = totals.index(min(totals))
-        writers[file] = rank
-        totals[rank] += sizes[file]
-    return writers
 
 
 def write_files_of_rank(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
