@@ -22,7 +22,7 @@ from pathlib import Path
 
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
-from minirl.base.reading import is_file
+from minirl.base.reading import is_file, read_text
 from minirl.config.parse import flatten, load_config, program_of
 from minirl.config.shared import TrainingConfig
 
@@ -167,11 +167,7 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
     path = Path(cfg.output) / "config.yaml"
     if not is_file(path):
         return []  # it ended before it began
-    try:
-        begin = path.read_bytes()[:200].decode(errors="replace")
-    except OSError as error:
-        raise UserError(f"resume: {path} cannot be read: {error}") from error
-    begun_by = re.match(r"# Settings of a run of (minirl\.\w+)\.", begin)
+    begun_by = re.match(r"# Settings of a run of (minirl\.\w+)\.", read_text(path, "resume:"))
     program = program_of(type(cfg))
     require(
         begun_by is None or begun_by[1] == program,
