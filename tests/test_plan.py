@@ -33,7 +33,7 @@ from benchmarks.dryrun.jobs import trajectories
 from harness import ranks
 from minirl.base.errors import UserError
 from minirl.batch.packing import pack
-from minirl.config.parse import load_config
+from minirl.config.parse import load_config, with_settings
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
@@ -43,7 +43,7 @@ from minirl.model.families import FAMILIES
 from minirl.plan import __main__ as program
 from minirl.plan import cards, costs, overlap, simulation
 from minirl.plan import plan as plans
-from minirl.plan.__main__ import advise, with_setting
+from minirl.plan.__main__ import advise
 from minirl.plan.cards import GIB
 from minirl.plan.costs import Load
 from minirl.plan.plan import Workload, check_lower_bound, make_plan, read_models
@@ -145,7 +145,7 @@ def test_experts_next_to_an_mlp_are_counted():
 def workload_of(name="Qwen3-8B", num_gpus=8, **settings):
     cfg = fits.job(name)
     for setting, value in settings.items():
-        cfg = with_setting(cfg, setting.replace("__", "."), value)
+        cfg = with_settings(cfg, {setting.replace("__", "."): value})
     return workload_on(cfg, num_gpus, fits.MODELS[name])
 
 
@@ -202,7 +202,7 @@ def test_nothing_sleeps_that_need_not(name, num_gpus, card, answer, settings, sl
     lengths = {"env__max_tokens": answer, "rollout__max_tokens": answer, "engine__max_model_len": 0}
     cfg = fits.job(name)
     for setting, value in {**lengths, **settings}.items():
-        cfg = with_setting(cfg, setting.replace("__", "."), value)
+        cfg = with_settings(cfg, {setting.replace("__", "."): value})
     resolve_lengths(cfg)
     workload = workload_on(cfg, num_gpus, fits.MODELS[name])
     plan = plan_of(workload, card)
@@ -212,7 +212,8 @@ def test_nothing_sleeps_that_need_not(name, num_gpus, card, answer, settings, sl
     before = plans.SLEEP[: plans.SLEEP.index(sleep)]
     for other in before:
         forced = plan_of(
-            workload_on(with_setting(cfg, "engine.sleep", other), num_gpus, fits.MODELS[name]), card
+            workload_on(with_settings(cfg, {"engine.sleep": other}), num_gpus, fits.MODELS[name]),
+            card,
         )
         assert forced.lacks or forced.step_seconds * plans.LEAST_GAIN >= plan.step_seconds
     engine = plan.engine.config(sleep)
@@ -243,7 +244,7 @@ def test_a_step_takes_as_long_as_one_was_measured(monkeypatch):
         "policy__activation_checkpointing": "off",
     }
     for setting, value in old.items():
-        cfg = with_setting(cfg, setting.replace("__", "."), value)
+        cfg = with_settings(cfg, {setting.replace("__", "."): value})
     models = read_models(cfg, {"policy": fits.MODELS["Qwen3-0.6B"].to_dict()})
     plan = plan_of(Workload(cfg, 1, models, prompt=14, answer=256), "h100")
     assert plan.workload.load.num_micro == 3
@@ -266,7 +267,7 @@ def test_rows_that_fit():
     for memory in (79.2, 40.0, 24.0):
         cfg = fits.job("Qwen3-0.6B")
         for setting, value in {**SHORT, "policy__activation_checkpointing": "off"}.items():
-            cfg = with_setting(cfg, setting.replace("__", "."), value)
+            cfg = with_settings(cfg, {setting.replace("__", "."): value})
         card = dataclasses.replace(cards.CARDS["h100"], memory_gib=memory)
         plan = make_plan(workload_on(cfg, 1, fits.MODELS["Qwen3-0.6B"]), card, 1)
         assert not plan.lacks and plan.memory["backward"] <= plan.limit
@@ -286,7 +287,7 @@ def test_advice_makes_it_fit_when_it_is_followed(name, card):
     for advice in advised:
         cfg = workload.cfg
         for setting, value in advice.changes:
-            cfg = with_setting(cfg, setting, value)
+            cfg = with_settings(cfg, {setting: value})
         followed = Workload(cfg, workload.world_size, workload.models)
         plan = plan_of(followed, card)
         assert not plan.lacks
@@ -475,7 +476,7 @@ def test_a_reference_next_to_a_policy_that_only_trains_moves_only_where_it_must(
 def test_both_kinds_of_ranks_settle_what_they_need(monkeypatch):
     """On CPU; the trainers say it for both, and refuse what cannot fit."""
     monkeypatch.setattr(plans, "host_memory", lambda: 2 * 64 * GIB)
-    cfg = with_setting(fits.job("Qwen3-0.6B"), "parallel.generators", 1)
+    cfg = with_settings(fits.job("Qwen3-0.6B"), {"parallel.generators": 1})
     configs = {"policy": fits.MODELS["Qwen3-0.6B"].to_dict()}
     plan, lines = plans.announce(cfg, configs, mesh_of(1, "trainers"))
     assert (plan.checkpointing, plan.engine, plan.offloads) == ("off", None, False)
@@ -541,7 +542,7 @@ def test_only_attention_is_more_work_in_longer_sequences():
 
 def test_an_engine_holds_keys_of_attention_and_a_state_of_each_delta_net():
     """By hand, for Qwen3-Next-80B-A3B: 12 layers of the one kind, 36 of the other."""
-    cfg = with_setting(fits.job("Qwen3-8B"), "engine.tensor_parallel_size", 2)
+    cfg = with_settings(fits.job("Qwen3-8B"), {"engine.tensor_parallel_size": 2})
     of_token = 12 * 2 * 256 * 2  # One of its two heads, in bfloat16.
     for state_dtype, state_bytes in ((None, 2), ("float32", 4)):
         model = Qwen3NextConfig(mamba_ssm_dtype=state_dtype)
@@ -560,7 +561,7 @@ def test_an_engine_holds_keys_of_attention_and_a_state_of_each_delta_net():
 def test_an_engine_holds_the_latent_vector_of_a_token_on_each_rank():
     """By hand, for DeepSeek-V3's attention in a model of 27 layers, as Moonlight-16B-A3B has."""
     assert sizes_of(LATENT).parameters == pytest.approx(16e9, rel=0.01)
-    cfg = with_setting(fits.job("Qwen3-8B"), "engine.tensor_parallel_size", 2)
+    cfg = with_settings(fits.job("Qwen3-8B"), {"engine.tensor_parallel_size": 2})
     plan = plan_of(workload_on(cfg, 8, LATENT))
     of_token = 27 * (512 + 64) * 2  # In bfloat16.
     beside = 2 * sizes_of(LATENT).parameters / 2 + (0.6 + 1.0 + 1.5) * GIB

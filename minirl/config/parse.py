@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,23 @@ def flatten(values: dict, prefix: str = "") -> dict[str, object]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def get(cfg: Any, name: str) -> Any:
+    """Return the value of a setting, whose name may have dots; None: there is no such one."""
+    section, _, rest = name.partition(".")
+    value = vars(cfg).get(section)
+    return get(value, rest) if rest and value is not None else value
+
+
+def with_settings(cfg: Any, values: Mapping[str, Any]) -> Any:
+    """Return a config with other values of settings, whose names may have dots."""
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        if rest:
+            value = with_settings(vars(cfg)[section], {rest: value})
+        cfg = dataclasses.replace(cfg, **{section: value})
+    return cfg
 
 
 @functools.cache  # It takes a tenth of a second.

@@ -7,7 +7,6 @@ planner's are settings of the run, as its program takes them.
 """
 
 import argparse
-import dataclasses
 import itertools
 import math
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 from minirl.base.errors import BAD_INPUT, DONE, UserError, require
 from minirl.config import validate
-from minirl.config.parse import load_config, parse_flags
+from minirl.config.parse import get, load_config, parse_flags, with_settings
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
@@ -234,21 +233,6 @@ class Advice:
         return " ".join(flags)
 
 
-def get(cfg: Any, name: str) -> Any:
-    """Return the value of a setting, whose name may have dots; None: there is no such one."""
-    section, _, rest = name.partition(".")
-    value = vars(cfg).get(section)
-    return get(value, rest) if rest and value is not None else value
-
-
-def with_setting(cfg: Any, name: str, value: Any) -> Any:
-    """Return a config with another value of a setting, whose name may have dots."""
-    section, _, rest = name.partition(".")
-    if rest:
-        value = with_setting(vars(cfg)[section], rest, value)
-    return dataclasses.replace(cfg, **{section: value})
-
-
 def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
     """Return the settings that make a run fit, found by trying, the fastest first.
 
@@ -282,9 +266,7 @@ def advise(workload: Workload, card: Card, gpus_per_node: int) -> list[Advice]:
             if len(changes) > MOST_CHANGES:
                 continue
             changes = [*needed, *changes]
-            changed = cfg
-            for name, value in changes:
-                changed = with_setting(changed, name, value)
+            changed = with_settings(cfg, dict(changes))
             tried_workload = workload.changed(changed, workload.world_size)
             with suppress(UserError):
                 check(tried_workload)

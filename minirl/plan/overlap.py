@@ -7,12 +7,12 @@ is what `python -m minirl.plan --overlap` prints.
 import dataclasses
 import math
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from minirl.base.errors import UserError
+from minirl.config.parse import get, with_settings
 from minirl.config.rl import RLConfig
 from minirl.plan import simulation
 from minirl.plan.cards import GIB, Card
@@ -75,38 +75,29 @@ def cases(num_gpus: int, ranks_of_engine: int, prompts: int) -> list[Case]:
     return found
 
 
-def with_case(cfg: RLConfig, case: Case) -> RLConfig:
-    """Return the config of a run in the way of a case."""
-    parallel = dataclasses.replace(cfg.parallel, generators=case.generators)
-    overlap: Any = case.way if case.generators else "lockstep"
-    rollout = dataclasses.replace(
-        cfg.rollout,
-        ahead=case.ahead,
-        max_staleness=case.max_staleness or cfg.rollout.max_staleness,
-        overlap=overlap,
-        kv=cfg.rollout.kv if case.way == "inflight" else "recompute",
-    )
-    engine = cfg.engine
-    if case.generators:
-        engine = dataclasses.replace(engine, sleep="auto")
-    return dataclasses.replace(cfg, parallel=parallel, rollout=rollout, engine=engine)
+def settings_of(case: Case, cfg: RLConfig) -> dict[str, Any]:
+    """Return the settings of a run in the way of a case."""
+    return {
+        "parallel.generators": case.generators,
+        "rollout.overlap": case.way if case.generators else "lockstep",
+        "rollout.ahead": case.ahead,
+        "rollout.max_staleness": case.max_staleness or cfg.rollout.max_staleness,
+        "rollout.kv": cfg.rollout.kv if case.way == "inflight" else "recompute",
+        "engine.sleep": "auto" if case.generators else cfg.engine.sleep,
+    }
 
 
 def flags_of(case: Case, cfg: RLConfig) -> str:
     """Return the flags of a case, and those that take back what the config says otherwise."""
-    changed = with_case(cfg, case)
-    settings = {
+    flags = [] if case.generators or case.ahead else ["(all ranks do both)"]
+    always = {
         "parallel.generators": case.generators,
         "rollout.overlap": case.generators,
         "rollout.ahead": case.ahead,
         "rollout.max_staleness": case.max_staleness,
-        "rollout.kv": 0,
-        "engine.sleep": 0,
     }
-    flags = [] if case.generators or case.ahead else ["(all ranks do both)"]
-    for name, belongs_to_case in settings.items():
-        value = attrgetter(name)(changed)
-        if belongs_to_case or value != attrgetter(name)(cfg):
+    for name, value in settings_of(case, cfg).items():
+        if always.get(name) or value != get(cfg, name):
             flags.append(f"--{name.replace('_', '-')} {value}")
     return " ".join(flags)
 
@@ -194,7 +185,8 @@ def compare(
     results: list[Simulated] = []
     reasons: dict[Way, str] = {}
     for case in cases(num_gpus, cfg.engine.tensor_parallel_size, cfg.rollout.prompts_per_step):
-        tried = workload.changed(with_case(cfg, case), num_gpus - case.generators)
+        changed = with_settings(cfg, settings_of(case, cfg))
+        tried = workload.changed(changed, num_gpus - case.generators)
         try:
             check(tried)
         except UserError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -61,8 +62,8 @@ class LogNormal(NamedTuple):
         """Return the mean after the cut."""
         sigma = max(self.sigma, 1e-6)
         cut = math.log(self.longest / self.median) / sigma  # In standard deviations.
-        below = self.median * math.exp(sigma**2 / 2) * _normal(cut - sigma)
-        return below + self.longest * (1 - _normal(cut))
+        below = self.median * math.exp(sigma**2 / 2) * NormalDist().cdf(cut - sigma)
+        return below + self.longest * (1 - NormalDist().cdf(cut))
 
     def draw(self, rng: np.random.Generator, num_groups: int, samples: int) -> np.ndarray:
         """Return tokens of answers, float64 [num_groups, samples]."""
@@ -116,11 +117,6 @@ class Measured:
 Lengths = LogNormal | Measured
 
 
-def _normal(x: float) -> float:
-    """Return the share of a normal distribution that is below x standard deviations."""
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run to simulate: what a step draws, and how long its parts take."""
@@ -169,7 +165,7 @@ class Engines:
     """Engines that take groups from a queue and draw their answers.
 
     Attributes:
-        now: seconds since the run began.
+        now: seconds since the run began; who moves it lets time pass in which nothing is drawn.
         idle: seconds of all engines together in which they had no answer to draw.
         lost: tokens that were drawn and thrown away, which these engines never do.
         lengths: float64 [N, samples], tokens of the answers of each ticket.
@@ -215,10 +211,6 @@ class Engines:
         every = np.concatenate((self.answers, self._waiting))
         left = np.bincount(every["ticket"], every["left"], len(self.lengths))
         return self.lengths.sum(1) - left
-
-    def stand_still(self, seconds: float) -> None:
-        """Let time pass in which nothing is drawn."""
-        self.now += seconds
 
     def stall(self, seconds: float, *, recompute: bool) -> None:
         """Let each engine wait from now on, and then read its answers again if it must."""
@@ -474,12 +466,12 @@ def colocated(job: Job, *, ahead: int = 0, max_staleness: int = 2) -> Outcome:
     """Simulate ranks that draw and train in turn, with `rollout.ahead`."""
     run = SimulatedRun(job, ahead=ahead, max_staleness=max_staleness)
     for step in range(job.steps):
-        run.engines.stand_still(job.refit_seconds)
+        run.engines.now += job.refit_seconds
         run.engines.stall(0.0, recompute=True)
         run.refit()
         run.wait(run.issue(step))
         run.take(step)
-        run.engines.stand_still(job.train_seconds + job.update_seconds + job.sleep_seconds)
+        run.engines.now += job.train_seconds + job.update_seconds + job.sleep_seconds
         run.end_step(0.0)
     return run.outcome()
 
@@ -490,12 +482,12 @@ def lockstep(job: Job) -> Outcome:
     train = job.train_seconds + job.update_seconds
     run.wait(run.issue(0))
     for step in range(job.steps):
-        run.engines.stand_still(job.refit_seconds)  # The trainers have the batch already.
+        run.engines.now += job.refit_seconds  # The trainers have the batch already.
         run.refit()
         run.take(step)
         drawn = job.refit_seconds + run.wait(run.issue(step))
         late = max(0.0, train - drawn)
-        run.engines.stand_still(late)
+        run.engines.now += late
         run.engines.idle += job.num_engines * late
         run.end_step(max(0.0, drawn - train))
     return run.outcome()
@@ -507,7 +499,7 @@ def stream(job: Job) -> Outcome:
     engines = run.engines
     part = math.ceil(job.prompts / NUM_PARTS)  # At least.
     for step in range(job.steps):
-        engines.stand_still(job.refit_seconds)
+        engines.now += job.refit_seconds
         run.refit()
         now = engines.now
         run.wait(run.issue(step))
@@ -526,7 +518,7 @@ def stream(job: Job) -> Outcome:
             now += max(job.part_seconds, share * job.train_seconds)
             num_taken = num_finished
         late = now + job.update_seconds - engines.now
-        engines.stand_still(late)
+        engines.now += late
         engines.idle += job.num_engines * late
         run.end_step(waited)
     return run.outcome()
