@@ -142,7 +142,7 @@ def differences(case: Case, dry: Cost) -> dict[str, float]:
         )
     seconds = [cost.seconds["forward"] + cost.seconds["backward"] for cost in (formula, dry)]
     sent = [
-        formula.sent["forward"].total + formula.sent["backward"].total,
+        sum(formula.sent["forward"] + formula.sent["backward"]),
         dry.wire["forward"] + dry.wire["backward"],
     ]
     pairs |= {"seconds": (seconds[0], seconds[1]), "wire": (sent[0], sent[1])}

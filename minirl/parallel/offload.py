@@ -76,11 +76,9 @@ class Sleeper:
 
     def wake_optimizer(self) -> None:
         """Reload the optimizer's state, if it is offloaded."""
-        if self._state.asleep:
-            self._state.wake()
+        self._state.wake()
 
     def wake_parameters(self) -> None:
         """Reload the parameters, if they are offloaded."""
-        for part in (self._parameters, self._base):
-            if part.asleep:
-                part.wake()
+        self._parameters.wake()
+        self._base.wake()

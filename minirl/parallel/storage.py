@@ -84,8 +84,7 @@ class SleepingTensors:
 
     def __init__(self):
         self.memory = HostMemory()
-        self.asleep: list[Tensor] = []
-        self._numbers: dict[int, int] = {}  # In `asleep`, by storage.
+        self.asleep: dict[int, tuple[int, Tensor]] = {}  # By storage; numbers name the copies.
 
     def sleep(self, tensors: list[Tensor]) -> None:
         """Copy tensors to the host and free their storages, each once; views share theirs."""
@@ -97,8 +96,7 @@ class SleepingTensors:
                 by_storage[storage._cdata] = t
         for storage, t in by_storage.items():
             self.memory.keep(len(self.asleep), t)
-            self._numbers[storage] = len(self.asleep)
-            self.asleep.append(t)
+            self.asleep[storage] = len(self.asleep), t
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for t in by_storage.values():
@@ -106,18 +104,17 @@ class SleepingTensors:
         torch.cuda.empty_cache()  # which does nothing without CUDA
 
     def wake(self) -> None:
-        """Bring back what is asleep."""
-        for i, t in enumerate(self.asleep):
-            self.memory.bring_back(i, t)
-        if torch.cuda.is_available():
+        """Bring back what is asleep, if anything is."""
+        for number, t in self.asleep.values():
+            self.memory.bring_back(number, t)
+        if self.asleep and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.asleep.clear()
-        self._numbers.clear()
 
     def values(self, t: Tensor) -> Tensor:
         """Return a tensor, or if it is asleep, a copy of it on its device."""
-        number = self._numbers.get(t.untyped_storage()._cdata)
-        return t if number is None else self.memory.copy_of(number, t)
+        found = self.asleep.get(t.untyped_storage()._cdata)
+        return self.memory.copy_of(found[0], t) if found else t
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ of its bandwidth.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from minirl.config.policy import CHUNK_BYTES, WHOLE_GRADIENT_BYTES, ParallelConfig, PolicyConfig
 from minirl.plan.cards import REACHED, Card
@@ -484,18 +484,12 @@ class Training:
         return seconds
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Bytes that pass the link of a rank, by whom they come from and go to."""
 
     to_shards: float = 0.0  # Ranks among which FSDP divides weights.
     to_sequence: float = 0.0  # Ranks that share sequences: of a tensor, a context, experts.
     to_replicas: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Return all of them."""
-        return self.to_shards + self.to_sequence + self.to_replicas
 
 
 def forward_flops(model: ModelSizes, rows: float, loss_rows: float, pairs: float) -> float:
