@@ -171,8 +171,6 @@ def read_best(run: Path) -> dict | None:
             raise TypeError("step, metric and value are not what they should be")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     return best if best["step"] in finished(run) else None

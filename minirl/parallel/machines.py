@@ -51,19 +51,18 @@ def num_cores() -> int:
     return min(cores, math.ceil(int(quota) / int(period)))
 
 
-def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
+def join_world(parallel: ParallelConfig | None = None) -> Mesh:
     """Join the ranks that torchrun started, and arrange them in a mesh.
 
     Args:
-        timeout_minutes: how long a collective may wait for the other ranks.
         parallel: sizes of the mesh's axes; None: all ranks are data-parallel.
 
     Raises:
         UserError: the axes do not multiply to the size of the world, or GPUs are missing.
     """
-    world = open_world(timeout_minutes)
+    world = open_world()
     check_gpus()
-    return arrange(world, parallel, timedelta(minutes=timeout_minutes))
+    return arrange(world, parallel)
 
 
 def open_world(
