@@ -76,9 +76,11 @@ class Sleeper:
 
     def wake_optimizer(self) -> None:
         """Reload the optimizer's state, if it is offloaded."""
-        self._state.wake()
+        if self._state.asleep:
+            self._state.wake()
 
     def wake_parameters(self) -> None:
         """Reload the parameters, if they are offloaded."""
-        self._parameters.wake()
-        self._base.wake()
+        for part in (self._parameters, self._base):
+            if part.asleep:
+                part.wake()

@@ -104,10 +104,10 @@ class SleepingTensors:
         torch.cuda.empty_cache()  # which does nothing without CUDA
 
     def wake(self) -> None:
-        """Bring back what is asleep, if anything is."""
+        """Bring back what is asleep."""
         for number, t in self.asleep.values():
             self.memory.bring_back(number, t)
-        if self.asleep and torch.cuda.is_available():
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.asleep.clear()
 
