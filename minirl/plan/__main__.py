@@ -11,9 +11,8 @@ import itertools
 import math
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.base.errors import BAD_INPUT, DONE, UserError, require
 from minirl.config import validate
@@ -216,8 +215,7 @@ def guess_program(path: str | None) -> str:
 # advice
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advice:
+class Advice(NamedTuple):
     """Settings to change, and what the run then takes."""
 
     changes: tuple[Change, ...]
