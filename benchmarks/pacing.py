@@ -1,6 +1,6 @@
 """Partial rollouts, simulated: what pacing costs, and what beginning stale groups again would.
 
-    python benchmarks/pacing.py
+    python -m benchmarks.pacing
 
 The engines of minirl/plan/simulation.py draw answers of log-normal lengths, and the rules of
 minirl/rollout/pacing.py say what begins, what a step waits for and what it trains on. Beside them

@@ -248,6 +248,8 @@ class Trainers(Trainer):
 
     def stop(self, num_steps: int) -> None:
         """End the run with a checkpoint, because a signal has asked for it. Collective."""
+        if self.run.has_reached_goal:
+            num_steps = self.num_finished  # It comes in the last evaluation.
         if self.run.saver.step != num_steps:
             self.fetch(num_steps, is_last=True)
         super().stop(num_steps)
@@ -272,10 +274,19 @@ class Trainers(Trainer):
         """Return this rank's part of a step's episodes, or of their first part."""
         assert rollout
         self.num_updates = self.policy.num_updates
+        if self.run.has_reached_goal:  # Nothing trains on them.
+            self.discard(rollout)
+            return []
         trajectories = self.take(step, rollout)
         if self.dump:
             self.dump.begin(step, trajectories)
         return trajectories
+
+    def discard(self, rollout: StepRollout) -> None:
+        """Count the tokens of a step, or of a part of it, that nothing trains on. Collective."""
+        sampled = sum(int(t.sampled.sum()) for t in rollout.trajectories)
+        num_tokens = int(self.mesh.sums(torch.tensor(sampled)))
+        self.progress.add({}, discarded=num_tokens + rollout.discarded_tokens)
 
     def row_of(self, ticket: int) -> int:
         """Return the row that the generators' curriculum has drawn for a ticket of this step."""
@@ -460,6 +471,7 @@ class StreamTrainers(Trainers):
                 rollout = self.receive()
                 assert rollout
                 self.is_last_part = rollout.is_last
+                self.discard(rollout)
         return self.trajectories
 
     def begin(self, step: int, rollout: StepRollout | None) -> list[Trajectory]:

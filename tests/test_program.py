@@ -342,6 +342,10 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
     assert (resumed.folder / "model" / "model.safetensors").read_bytes() == (
         run.folder / "model" / "model.safetensors"
     ).read_bytes()
+    # TensorBoard hides what a resumed run repeats, and nothing of the warm start.
+    board = EventAccumulator(str(resumed.folder / "tensorboard")).Reload()
+    for tag, num_steps in (("sft/loss", 30), ("rl/reward", NUM_STEPS)):
+        assert [event.step for event in board.Scalars(tag)] == list(range(num_steps))
     assert read_best(resumed.folder) == read_best(run.folder)
     best = max(
         (row for row in run.rows("eval") if row["step"] in (SAVED, NUM_STEPS)),

@@ -482,10 +482,13 @@ def test_experts_are_divided_over_trainers(folder, tmp_path):
 
 def test_a_run_ends_where_an_evaluation_reaches_stop_at(folder, tmp_path):
     """The weights at the end, which are a step later, are evaluated once."""
-    settings = {"stop_at": ("accuracy", 0), "eval.every": 1}
+    settings = {"stop_at": ("accuracy", 0), "eval.every": 1, "rollout.dump": True}
     run = train(split.main, 2, flags_of(folder, tmp_path / "run", settings), 1)
     rows = [(row["phase"], row["step"]) for row in rows_of(run)]
     assert rows == [("eval", 0), ("eval", 1), ("rl", 0)]
+    # Another batch is drawn by then, and is of no step.
+    assert {path.name[:7] for path in (run.folder / "rollouts").glob("step-*")} == {"step-0-"}
+    assert json.loads((run.folder / "summary.json").read_text())["discarded_tokens"] > 0
 
 
 def test_keys_of_pictures_are_not_kept(folder, tmp_path):

@@ -266,6 +266,12 @@ CASES: dict[str, tuple[Fault, dict[str, object], int, list[str]]] = {
         ["stopped by a signal after"],
     ),
     "a goal in lockstep": (NONE, {"stop_at": "reward -1"}, 0, ["training ends here"]),
+    "a signal after a goal": (
+        Fault(GENERATOR, "evaluate", 2, (signal.SIGTERM,)),
+        {"stop_at": "reward -1"},
+        0,
+        ["training ends here", "stopped by a signal after 1 steps"],
+    ),
     "a goal in a stream": (
         NONE,
         {"stop_at": "reward -1", "rollout.overlap": "stream", "rollout.prompts_per_step": 4},

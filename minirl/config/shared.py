@@ -152,7 +152,7 @@ class RolloutConfig:
     #: Sample among tokens with at least this share of the likeliest one's probability. RL needs 0.
     min_p: Share = 0.0
     #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those with a mean
-    #: reward outside `keep_inside`. 0: off.
+    #: reward outside `keep_inside`; and those of `ahead`. 0: off.
     extra_prompts: NonNegativeInt = 0
     keep_inside: tuple[Finite, Finite] = (0.0, 1.0)  # Open interval of mean rewards to train on.
     #: Curriculum: draw prompts by their past success. The floor is the least weight of a prompt, as

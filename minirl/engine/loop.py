@@ -128,7 +128,6 @@ class EngineLoop:
         self._next_beat: asyncio.Handle  # Of `_beat`, while the loop runs.
         self.loop = asyncio.new_event_loop()
         self.version = 0
-        self.num_changes = 0  # Of weights, in which old keys stay for running requests.
         self.active_episodes = 0
         self.has_endpoint = False
         self._request_numbers = itertools.count()
@@ -217,9 +216,8 @@ class EngineLoop:
         self._record(self.engine.take_unfinished())
         self.engine.change_weights(refit, keeps_cache=keeps_cache)
         self.version = version
-        if keeps_cache:  # What was computed with earlier weights is for running requests only.
-            self.num_changes += 1
-            self.engine.cache_salt = str(self.num_changes)
+        if keeps_cache:  # Keys of earlier weights are for running requests only.
+            self.engine.cache_salt = str(next(self._request_numbers))
 
     def resume(self) -> None:
         """Continue the requests and the calls that earlier runs left unfinished."""

@@ -77,8 +77,8 @@ class World:
         Args:
             rows: of the same dtype and shape on all ranks, but for its length.
         """
-        lengths = self._lengths(rows)
-        return np.split(self._gather(rows, lengths), np.cumsum(lengths)[:-1])
+        gathered, lengths = self._gather(rows)
+        return np.split(gathered, np.cumsum(lengths)[:-1])
 
     def gather_array(self, part: np.ndarray) -> np.ndarray:
         """Return the arrays of all ranks end to end, along the first axis. Collective.
@@ -86,16 +86,13 @@ class World:
         Nothing is pickled, so an array may be large: besides the result a rank needs memory for
         twice GATHERED_BYTES.
         """
-        return self._gather(part, self._lengths(part)) if self.world_size > 1 else part
+        return self._gather(part)[0] if self.world_size > 1 else part
 
-    def _lengths(self, part: np.ndarray) -> list[int]:
-        """Return how long the arrays of all ranks are. Collective."""
-        lengths = torch.empty(self.world_size, dtype=torch.int64)
-        all_gather_single(lengths, torch.tensor([len(part)]), group=self.host_group)
-        return lengths.tolist()
-
-    def _gather(self, part: np.ndarray, lengths: list[int]) -> np.ndarray:
-        """Return the arrays of all ranks end to end. `lengths`: of them. Collective."""
+    def _gather(self, part: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Return the arrays of all ranks end to end, and how long each of them is. Collective."""
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        all_gather_single(sizes, torch.tensor([len(part)]), group=self.host_group)
+        lengths = sizes.tolist()
         gathered = np.empty((sum(lengths), *part.shape[1:]), part.dtype)
         firsts = np.cumsum([0, *lengths]).tolist()
         row_bytes = part.dtype.itemsize * math.prod(part.shape[1:])
@@ -115,7 +112,7 @@ class World:
             for first, length, rows in zip(firsts[:-1], lengths, blocks, strict=True):
                 num = max(0, min(num_rows, length - done))
                 gathered[first + done :][:num] = rows[:num]
-        return gathered
+        return gathered, lengths
 
     def broadcast(self, value: object, source: int) -> Any:
         """Return a small picklable value of one rank on all ranks."""

@@ -121,9 +121,8 @@ def pull(
         while (taken := store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
             yield tickets[taken]
 
-    if seconds is None:
-        seconds = SECONDS_BETWEEN_LOOKS
-    return untaken(), _FinishedCounts(goals, store, f"minirl/finished/{number}", seconds).is_enough
+    counts = _FinishedCounts(goals, store, number, seconds or SECONDS_BETWEEN_LOOKS)
+    return untaken(), counts.is_enough
 
 
 class _FinishedCounts:
@@ -132,11 +131,11 @@ class _FinishedCounts:
     They are looked at when this engine has finished more, and else so many seconds later.
     """
 
-    def __init__(self, goals: list[Goal], store: dist.Store, name: str, seconds: float):
+    def __init__(self, goals: list[Goal], store: dist.Store, number: int, seconds: float):
         self.seconds = seconds
         self.goals = goals
         self.store = store
-        self.name = name
+        self.name = f"minirl/finished/{number}"
         self._counted = [0] * len(goals)  # What this engine has added, for each goal.
         self._num_finished = -1  # At the last look.
         self._next_look = 0.0

@@ -259,6 +259,8 @@ def num_tickets(cfg: RLConfig) -> int | None:
     if rollout.curriculum_floor or cfg.num_epochs:
         return None
     per_step = rollout.prompts_per_step + rollout.extra_prompts
+    if rollout.extra_prompts:  # Groups that are begun ahead may be replaced, too.
+        per_step += rollout.num_ahead
     # Groups that are begun ahead may be unfinished when the run ends.
     in_rollouts = (cfg.num_steps + 1 + rollout.max_staleness) * per_step + rollout.ahead
     return max(in_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)

@@ -47,8 +47,8 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             threading.excepthook = partial(_leave_out_board, threading.excepthook)
-            # TensorBoard hides the steps that a resumed run repeats.
-            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
+            # TensorBoard hides the steps that a resumed run repeats, from -1 on if it begins again.
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step or -1)
             self.file = (folder / "metrics.jsonl").open("a")
 
     def progress(self, description: str, total: int, start: int = 0) -> None:
@@ -87,8 +87,7 @@ class Log:
             seconds = bar.format_dict["elapsed"] / (bar.n - bar.initial)
             total = int(bar.total or 0)
             left = tqdm.format_interval(seconds * (total - step - 1))
-            line = f"{bar.desc} step {step + 1}/{total}: {metrics}; "
-            say(f"{line}{seconds:.3g} s/step, {left} left")
+            say(f"{bar.desc} step {step + 1}/{total}: {metrics}; {seconds:.3g} s/step, {left} left")
         self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
         self.file.flush()
         for name, value in values.items():

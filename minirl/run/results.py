@@ -45,14 +45,20 @@ class Results:
 
     def __init__(self, folder: Path, first_step: int, *, resumed: bool):
         self.folder = folder
-        self.held_out: dict[str, float] = {}  # The latest scores.
+        self.held_out: dict[str, float] = {}  # The latest scores,
+        self.held_out_step: int | None = None  # and of which weights they are.
         for name in ("metrics.jsonl", "answers.jsonl"):
             truncate(folder / name, keep_before=first_step, keep_sft=resumed)
         write_summary(folder, {"state": RUNNING, "reason": "", "step": first_step})
 
     def write(self, state: str, reason: str, progress: metrics.Progress, step: int) -> None:
         """Write the summary of a run that is not finished, after so many steps."""
-        more = {"step": step, "held_out": self.held_out, "tokens": progress.tokens}
+        more = {
+            "step": step,
+            "held_out": self.held_out,
+            "held_out_step": self.held_out_step,
+            "tokens": progress.tokens,
+        }
         summary = summarise(progress, dict(progress.seconds)) | more
         write_summary(self.folder, {"state": state, "reason": reason, **summary})
 

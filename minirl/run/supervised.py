@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from minirl.algo import losses
 from minirl.base.errors import require
@@ -258,7 +259,7 @@ def warm_start(
     examples in the same steps.
 
     Returns:
-        How many tokens this rank trained on; None: a signal has asked to stop, and the warm start
+        How many tokens all ranks trained on; None: a signal has asked to stop, and the warm start
         is lost.
     """
     sft = cfg.sft
@@ -280,12 +281,12 @@ def warm_start(
         batches = make_minibatch(examples, policy, tokens_per_rank)
         lr = learning_rate(policy.cfg, step, sft.num_steps)
         metrics = policy.update(batches, losses.sft(), lr)
-        num_tokens += sum(sum(batch.sequences.lengths) for batch in batches)
+        num_tokens += sum(len(example.tokens) for example in examples)
         log.scalars("sft", step, metrics, ("loss",))
         if policy.mesh.agree_to_stop():
             return None
     policy.start_phase(cfg.policy)
-    return num_tokens
+    return int(policy.mesh.sums(torch.tensor(num_tokens)))
 
 
 def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:

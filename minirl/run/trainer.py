@@ -98,6 +98,8 @@ class TrainingRun:
         self.log = Log(
             self.output, rank=mesh.rank, first_step=self.first_step, open_wandb=open_wandb
         )
+        if mesh.rank == 0 and self.first_step:
+            self.show_warm_start_again()
 
         num_parameters = sum(t.numel() for t in policy.shards().values())
         adapters = ""
@@ -190,7 +192,19 @@ class TrainingRun:
             if answers:
                 self.results.add_answers(step, name, answers)
             self.results.held_out = scores
+            self.results.held_out_step = step
             self.results.write(results.RUNNING, "", self.progress, step)
+
+    def show_warm_start_again(self) -> None:
+        """Write the end of the warm start's curves to TensorBoard, which has hidden it.
+
+        It hides all that was of the run's first step or a later one, and counts imitation alike.
+        """
+        for row in results.read_rows(self.output / "metrics.jsonl"):
+            step = row.pop("step")
+            if row.pop("phase") == "sft" and step >= self.first_step:
+                for name, value in row.items():
+                    self.log.board.add_scalar(f"sft/{name}", value, step)
 
     def end(self, num_steps: int, reason: str) -> None:
         """Close the log and write the results of a run that a signal has stopped."""

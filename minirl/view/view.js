@@ -148,9 +148,9 @@ function drawFrame() {
   document.getElementById("runs").replaceChildren(...state.runs.map((run, number) => {
     const dot = make("span", { class: "dot" });
     dot.style.background = COLOURS[number % COLOURS.length];
-    const { step } = run.summary;
+    const { held_out_step: step } = run.summary;
     const box = make("div", { class: "run", title: run.folder }, dot, make("strong", {}, run.name), make("span", { class: `badge ${run.state}` }, run.state));
-    if (step !== undefined) box.append(make("span", { class: "soft" }, `evaluated at step ${step}`));
+    if (step != null) box.append(make("span", { class: "soft" }, `evaluated at step ${step}`));
     if (run.num_trajectories) box.append(make("span", { class: "soft" }, `${run.num_trajectories.toLocaleString("en")} trajectories`));
     if (run.reason) box.append(make("span", { class: run.state === "stopped" ? "soft" : "reason" }, run.reason));
     return box;
