@@ -18,6 +18,7 @@ from pathlib import Path
 
 from minirl.base.errors import require
 from minirl.base.files import write_whole
+from minirl.base.log import say
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import check_settings
@@ -63,6 +64,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, env_prompts=env_prompts)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
     checks.refuse_bad(rows)
+    if mesh.rank == 0 and rows.num_doubles:
+        say(f"{rows.num_doubles} rows are left out because they equal others")
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
     num_dropped = check_lengths(prompts, mesh, inputs.MAY_BE_LONG)
     if example.graded:

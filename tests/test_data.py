@@ -9,14 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import reasoning_gym
+from tokenizers import AddedToken
 
+import tiny
 from in_memory import ALONE, memory_rows, read_all, split
 from minirl.base.errors import UserError
 from minirl.config.lookup import find_function
 from minirl.config.shared import DataConfig, RewardConfig
+from minirl.data import chat
 from minirl.data.lengths import check_lengths
 from minirl.data.order import Curriculum
 from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.tokenizer import check_tokens, load_tokenizer
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import loading, scoring
 
@@ -310,6 +314,18 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
         check_lengths(tight, ALONE, 1)
     rows.marks[1] = 2  # it is known not to be too long
     assert check_lengths(tight, ALONE, 1) == 0
+
+
+def test_special_tokens_that_the_model_lacks_are_text(tmp_path):
+    """As the token of images in a model for text alone."""
+    folder = tiny.make(tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    size = len(tokenizer)
+    tokenizer.add_tokens([AddedToken("<image>", special=True)], special_tokens=True)
+    assert chat.encode(tokenizer, "a<image>")[-1] == size
+    check_tokens(tokenizer, folder, size, "policy.model = x")
+    tokens = chat.encode(tokenizer, "a<image>")
+    assert max(tokens) < len(tokenizer) == size and tokenizer.decode(tokens) == "a<image>"
 
 
 # --------------------------------------------------------------------------------------------------

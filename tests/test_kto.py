@@ -377,6 +377,19 @@ def test_the_estimate_takes_the_answer_of_the_row_before_whatever_the_ranks(worl
     assert all(result["num_tokens"] == sum(e[5] for e in own) for result in results)
 
 
+def test_the_estimate_takes_an_answer_to_another_prompt():
+    rows = []
+    for number in range(8):
+        answer = {"role": "assistant", "content": chr(ord("a") + number)}
+        question = {"role": "user", "content": str(number // 4)}
+        rows.append({"messages": [question, answer], "trained": [1], "label": True})
+    (result,) = ranks(1, encode, rows, 40)
+    others = [e for e in result["examples"] if e[1] == 1]
+    assert len(others) == 8
+    for _, _, _, prompt, answer, _ in others:
+        assert ("0" in prompt) == (answer[0] in "efgh")
+
+
 # --------------------------------------------------------------------------------------------------
 # programs
 

@@ -328,8 +328,17 @@ def test_every_layout_gives_the_same_pair(tmp_path):
         {"prompt": [HI], "chosen": [YO], "rejected": [NO]},  # TRL
         {"chosen": [HI, YO], "rejected": [HI, NO]},
         {"prompt": "hi there", "chosen": [HI, YO], "rejected": [HI, NO]},
+        {"instruction": "hi", "input": "there", "chosen": "yo!", "rejected": "go away"},
+        {"input": "hi there", "chosen": "yo!", "rejected": "go away"},
     ):  # without a prompt; OpenRLHF
-        assert load_pairs(written(tmp_path / "a.jsonl", [row]), PairsConfig())[0] == wanted
+        asked = HI | {"content": "hi\n\nthere"} if "instruction" in row else HI
+        found = load_pairs(written(tmp_path / "a.jsonl", [row]), PairsConfig())[0]
+        assert found == wanted | {"prompt": [asked]}
+    system = {"role": "system", "content": "be kind"}
+    whole = {"prompt": "hi there", "chosen": [system, HI, YO], "rejected": [system, HI, NO]}
+    path = written(tmp_path / "whole.jsonl", [whole])
+    for cfg in (PairsConfig(), PairsConfig(system_prompt="be brief")):
+        assert load_pairs(path, cfg)[0] == wanted | {"prompt": [system, HI]}
     long = {"chosen": [HI, YO, BYE, YO, HI, YO], "rejected": [HI, YO, BYE, NO], "margin": 2}
     texts = {"chosen": "Human: hi Assistant: yo", "rejected": "Human: hi Assistant: no"}
     rows = load_pairs(

@@ -93,6 +93,21 @@ def test_a_template_that_shows_no_tools_is_refused():
     play(program, "ok")
 
 
+def test_without_tools_a_template_gets_none():
+    """Llama's writes how to call them for any list, be it empty."""
+
+    async def program(w):
+        marked = "{% if tools is not none %}TOOLS{% endif %}" + TEMPLATE
+        w.engine.tokenizer.chat_template = marked
+        await w.ask(messages=HI, tools=[TOOL])
+        await w.ask(messages=HI)
+        await w.ask(messages=HI, extra_body={"tools": []})
+        await w.message(messages=HI)
+        assert [said[0].startswith("TOOLS") for said in w.said()] == [True, False, False, False]
+
+    play(program, "ok", "ok", "ok", "ok")
+
+
 def test_variables_of_the_template_come_with_the_request():
     async def program(w):
         w.engine.tokenizer.chat_template = "{% if loud %}LOUD {% endif %}" + TEMPLATE

@@ -442,6 +442,7 @@ class Chats:
                 t.sampled = np.append(t.sampled, True)
                 t.logprobs = np.zeros(len(t.tokens), np.float32)
             num_bytes += self.OBJECT_BYTES + t.tokens.nbytes + t.sampled.nbytes + t.logprobs.nbytes
+            num_bytes += sum(len(span.url) for span in t.images)
         if self.num_kept_bytes + num_bytes <= self.KEPT_BYTES:
             self.kept[number] = encoded
             self.num_kept_bytes += num_bytes
@@ -544,20 +545,21 @@ class Labelled(Chats):
         return sum(len(t.tokens) for t in examples if t.episode == MATCHED)
 
     def _encode_place(self, rows: list[int], place: int) -> Encoded:
-        """Add the answer of the nearest row before it that is not dropped, if there is one."""
+        """Add the answer of the nearest row before it that has another prompt, if there is one."""
         encoded = self._encode_row(rows[place])
         if not self.mismatched or not encoded.trajectories:
             return encoded
         (t,) = encoded.trajectories
+        num_prompt = prompt_length(t)
+        prompt = t.tokens[:num_prompt]
         for distance in range(1, len(rows)):
-            others = self._encode_row(rows[place - distance]).trajectories
-            if others:
+            others = self._encode_row(rows[place - distance]).trajectories  # none: it is dropped
+            begin = prompt_length(others[0]) if others else 0
+            if others and not np.array_equal(others[0].tokens[:begin], prompt):
                 break
         else:
             return encoded
-        num_prompt = prompt_length(t)
-        begin = prompt_length(others[0])
-        tokens = np.concatenate([t.tokens[:num_prompt], others[0].tokens[begin:]])
+        tokens = np.concatenate([prompt, others[0].tokens[begin:]])
         sampled = np.concatenate([np.zeros(num_prompt, bool), others[0].sampled[begin:]])
         mismatched = replace(
             t,

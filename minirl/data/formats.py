@@ -396,9 +396,7 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
             cfg.rejected_key: _other_answer(raw, source),
         }
     row = from_sharegpt(raw)
-    prompt = row.get(cfg.prompt_key)
-    if prompt is None:
-        prompt = row.get("conversations")
+    prompt = column(row, cfg.prompt_key)
     if prompt is not None and not is_prompt(prompt):
         raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
     to_side = partial(_side, row=row, source=source, cfg=cfg, is_whole=prompt is None)
@@ -416,11 +414,12 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
     # 2. What both sides answer, and the answers.
     before = []
     if prompt is not None:
-        before = to_messages(with_images(prompt, row, source, cfg), cfg.system_prompt)
+        before = to_messages(with_images(prompt, row, source, cfg), "")
         first = chosen[0]  # A letter, if the side is a text.
         is_shared = first == rejected[0] and before[0]["role"] != "system"
         if is_shared and isinstance(first, dict) and first["role"] == "system":
             before = [first, *before]
+        before = to_messages(before, cfg.system_prompt)
     chosen = _whole_chat(before, chosen, cfg)
     rejected = _whole_chat(before, rejected, cfg)
     if not before:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
@@ -86,8 +87,8 @@ def check_tokens(
 ) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for.
 
-    Special tokens may lie beyond it, as that of images does in models for text alone. A prompt that
-    has one is refused by `encode`.
+    Special tokens may lie beyond it, as that of images does in models for text alone. The tokenizer
+    forgets them: what they are called is a text like any other.
 
     Args:
         tokenizer: of the model.
@@ -120,6 +121,10 @@ def check_tokens(
         f"{where}: its tokenizer has {len(beyond)} tokens beyond vocab_size = {vocab_size}, such "
         f"as {list(beyond.items())[:1]}; {advice}",
     )
+    if any(number >= vocab_size for number, _ in added):
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTrainedTokenizerBase:

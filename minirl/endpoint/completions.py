@@ -233,7 +233,8 @@ class CompletionRequest(BaseModel):
             if not lacks_calls or takes_calls_as_text(tokenizer, template):
                 messages[number] = sampled
         # None, too, is the request's: the tools of the session's row do not count.
-        given: dict[str, Any] = {"tools": None if self.tool_choice == "none" else self.tools}
+        tools = None if self.tool_choice == "none" else self.tools or None
+        given: dict[str, Any] = {"tools": tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
         if kwargs:
             given["chat_template_kwargs"] = kwargs

@@ -130,7 +130,8 @@ class SupervisedTrainer(BaseTrainer):
             self.files = files
             self.rows = as_tokens(train)
             self.held_out = as_tokens(held_out, shuffle=False)
-            num_steps = math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size)
+            exact = cfg.num_epochs * len(self.rows) / cfg.batch_size
+            num_steps = math.ceil(exact - 1e-9)  # 1.1 * 100 is more than 110
             self.num_steps = cfg.num_steps or max(1, num_steps)
             check_steps_left(cfg, self.num_steps)
 
