@@ -108,7 +108,7 @@ def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> li
             require(
                 target not in HEADS,
                 f"{setting}: the head {target} gets no adapter; train it whole by modules_to_save "
-                f"['{target}.*']",
+                f"['{target}.*'], or if it is tied, ['model.embed_tokens.*']",
             )
             raise UserError(
                 f"{setting}: {target!r} matches no linear layer of the model; give all-linear, "

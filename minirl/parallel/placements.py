@@ -220,7 +220,8 @@ def shard_all(
             assert mesh.mesh_dim_names
             raise UserError(
                 f"{_SETTINGS[mesh.mesh_dim_names[0]]} = {mesh.size()} does not divide dimension "
-                f"{placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}"
+                f"{placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}; "
+                "take a smaller one"
             )
         # No broadcast from a source rank: all have the same values, or meta tensors.
         sharded = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
