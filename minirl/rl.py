@@ -61,8 +61,7 @@ class Trainer(BaseTrainer):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        inputs = Inputs(cfg, mesh.everyone)
-        self.inputs = inputs
+        self.inputs = inputs = Inputs(cfg, mesh.everyone)
         self.num_steps = inputs.num_steps
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):

@@ -2,6 +2,7 @@
 by their success, a reference refreshed, a reward model beside the policy, all of it resumed, and
 again on two ranks."""
 
+import asyncio
 import base64
 import io
 import json
@@ -670,6 +671,32 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
         )  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in rollout.trajectories]
     assert sorted(got) == [(n, e) for n in kept for e in (0, 1)]
+
+
+def test_who_has_just_got_a_completion_is_waited_for():
+    """Other ranks may have done enough in the very turn in which the engine answers."""
+    engine = SimpleNamespace(timer=Timer(torch.device("cpu")))
+    loop = EngineLoop(engine, repeatable=False)
+
+    async def play(episode):
+        await loop.generate_for_episode(None)
+        await asyncio.sleep(0.05)  # Its environment is at work.
+        await loop.generate_for_episode(None)
+
+    def is_enough(versions):
+        for _, future in loop._waiting:
+            future.set_result(None)
+        is_answered = bool(loop._waiting)
+        loop._waiting = []
+        return is_answered
+
+    async def one_run():
+        episode = SimpleNamespace(number=0, ticket=0, row={})
+        runner = SimpleNamespace(engine_loop=loop, makes_agents=False, run=play)
+        finished = await GroupScheduler(runner).run(iter([Group(0, 0, [episode])]), 1, is_enough)
+        return finished, loop.active_episodes, len(loop._waiting)
+
+    assert asyncio.run(one_run()) == ([], 0, 1)
 
 
 class Store(dict):

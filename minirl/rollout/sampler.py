@@ -136,6 +136,7 @@ class GroupScheduler:
             await self._collect_finished(0.02)  # Not longer: other ranks may have done enough.
         else:
             self.runner.engine_loop.may_step = False
+            await asyncio.sleep(0)  # From now on who has just got a completion counts as at work.
         while settles and self.runner.engine_loop.active_episodes:
             await self._collect_finished(0.001)  # An environment's step is not interrupted.
         if self._error:
