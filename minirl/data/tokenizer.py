@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
@@ -124,7 +123,8 @@ def check_tokens(
     if any(number >= vocab_size for number, _ in added):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]
-        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+        of_library = type(tokenizer.backend_tokenizer)
+        tokenizer._tokenizer = of_library.from_str(json.dumps(state))
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTrainedTokenizerBase:
