@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import tiny
+from minirl.base.log import Timer
 from minirl.plan import cards
 from minirl.plan.sizes import read_sizes
-from minirl.run.metrics import StepWork, _deviation, flops
+from minirl.run.metrics import Progress, StepWork, _deviation, flops
+from minirl.run.results import summarise
 from programs import ROOT, fork
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")
@@ -180,6 +183,25 @@ def test_totals_add_up_and_a_step_takes_the_time_of_its_phases(written):
         assert row["longest_answer"] >= row["answer_tokens"] > 0
         assert row["reward_deviation/all"] >= 0 and row["reward_deviation/group"] >= 0
     assert rl[1]["total/generated"] > rl[0]["total/generated"]
+
+
+def test_all_that_computes_in_an_evaluation_is_its_time():
+    timer = Timer(torch.device("cpu"))
+    with timer.phase("evaluate"), timer.phase("forward"):
+        time.sleep(0.02)
+    with timer.phase("forward"):
+        pass
+    seconds = timer.take()
+    assert seconds["evaluate"] >= 0.02 > seconds["forward"]
+
+
+def test_tokens_a_second_of_sides_are_by_the_time_of_one():
+    """Generators and trainers work at the same time."""
+    progress = Progress(tokens={"generated": 600})
+    trainers = {"idle_trainers": 1.0, "forward": 2.0, "evaluate": 9.0}
+    generators = {"rollout": 2.5, "idle_generators": 0.5}
+    assert summarise(progress, trainers | generators)["tokens_per_second"] == 200
+    assert summarise(progress, {"rollout": 1.0, "forward": 2.0})["tokens_per_second"] == 200
 
 
 def test_deviations():

@@ -18,6 +18,8 @@ Moment = Any
 class Timer:
     """Seconds by phase. Phases nest; a phase's time excludes that of the phases inside it.
 
+    Of an evaluation it does not: what computes there is no part of a step.
+
     On CUDA the time is that of the device: events are put between its kernels, and are read in
     `take`, so that the host never waits in between. There the most memory of each phase is counted,
     too.
@@ -78,7 +80,7 @@ class Timer:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside the block as that of a phase."""
         self._add_interval()
-        self._stack.append(name)
+        self._stack.append("evaluate" if "evaluate" in self._stack else name)  # All of it is.
         self._failed = ""
         has_failed = True
         try:

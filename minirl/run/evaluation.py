@@ -3,6 +3,7 @@
 import itertools
 
 from minirl.base.errors import UserError
+from minirl.base.log import say
 from minirl.config.shared import EvalConfig, SamplingConfig
 from minirl.data.prompts import Prompts
 from minirl.engine.engine import Sampling
@@ -90,9 +91,11 @@ def score(
     # Tokens of a grammar are outside the loss; they are still an answer.
     num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
     by_rank = mesh.gather((num_answers, reasons))
+    found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
+    why = next(found, "")
+    if why and mesh.rank == 0:
+        say(f"held-out episodes failed or were refused a request, the first: {why}")
     if not any(num for num, _ in by_rank):
-        found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
-        why = next(found, "")
         cure = "fix env.name" if why else "give the prompts more room by engine.max_model_len"
         raise UserError(
             f"none of the {num_prompts} held-out prompts got an answer to evaluate: "

@@ -194,6 +194,8 @@ def summarise(progress: metrics.Progress, seconds: dict[str, float]) -> dict:
     summary: dict = {}
     if "generated" in tokens:
         in_steps = sum(seconds.values()) - metrics.outside_steps(seconds)
+        if "idle_trainers" in seconds:  # The generators work at the same time.
+            in_steps -= seconds.get("rollout", 0.0) + seconds.get("idle_generators", 0.0)
         summary["tokens_per_second"] = tokens["generated"] / max(in_steps, 1e-9)
     if "discarded" in tokens:
         summary["discarded_tokens"] = tokens["discarded"]
