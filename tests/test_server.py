@@ -536,6 +536,29 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
     play(program, max_model_len=100)
 
 
+def test_a_body_that_comes_after_the_session_was_closed_is_refused():
+    async def program(w):
+        await w.ask(messages=HI)
+        host, port = w.session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": "any", "messages": HI}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+            f"Authorization: Bearer {w.session.api_key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode())
+        await writer.drain()
+        await asyncio.sleep(0.1)  # The server waits for the body.
+        conversation = w.endpoint.close(w.session.api_key)
+        writer.write(body)
+        assert b"401" in await reader.readuntil(b"\r\n")
+        writer.close()
+        assert len(conversation.segments) == 1
+
+    play(program, "one", "after the end")
+
+
 def test_a_client_that_disconnects_leaves_nothing():
     async def program(w):
         await w.ask(messages=HI)

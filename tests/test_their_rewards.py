@@ -2,11 +2,15 @@
 documentation shows, TRL's shipped functions by name, OpenRLHF's mathematics, verl's managers, and
 what they log."""
 
+import asyncio
+import functools
 import inspect
 import json
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pandas
 import pytest
@@ -18,7 +22,7 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.engine.loop import Completion
 from minirl.envs.adapters.openrlhf import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer
-from minirl.rewards import Answer, RewardCall
+from minirl.rewards import Answer, RewardCall, adapters, graders
 from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rollout.conversation import Conversation, Prompt
 from minirl.run.metrics import breakdown
@@ -113,6 +117,29 @@ def test_completions_are_messages_where_prompts_are(file):
             return [2.0 * (completion == [{"role": "assistant", "content": "42"}])]
     """)
     assert [trl(f"{path}:f")(row, "42") for row in (TEXT, CHAT)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("start", "module", "cached", "owner", "made"),
+    [
+        (adapters.event_loop, adapters, "_start_event_loop", asyncio, "new_event_loop"),
+        (lambda: graders.pool("none"), graders, "_start_pool", graders, "GraderPool"),
+    ],
+)
+def test_threads_that_need_it_first_share_it(monkeypatch, start, module, cached, owner, made):
+    fresh = functools.cache(vars(module)[cached].__wrapped__)
+    monkeypatch.setattr(module, cached, fresh)
+    starts = []
+
+    def slow(*args):
+        time.sleep(0.05)
+        starts.append(args)
+        return mock.Mock()
+
+    monkeypatch.setattr(owner, made, slow)
+    with ThreadPoolExecutor(4) as threads:
+        found = [call.result() for call in [threads.submit(start) for _ in range(4)]]
+    assert len(starts) == 1 and all(one is found[0] for one in found)
 
 
 def test_asynchronous_functions_share_one_event_loop(file):

@@ -178,7 +178,9 @@ class Endpoint:
         """
         session = self._session(http_request)
         try:
-            yield session, await read_json(http_request, self._cfg.limits)
+            fields = await read_json(http_request, self._cfg.limits)
+            self._session(http_request)  # It may have been closed while the body came.
+            yield session, fields
             return
         except UserError as error:
             refusal = error

@@ -108,9 +108,17 @@ def plain_number(value: Any) -> Any:
     return value.item() if is_array and math.prod(value.shape) == 1 else value
 
 
-@cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the loop of all asynchronous functions, so that they may keep clients. In a thread."""
+    with _STARTING:  # Several threads score the first answers.
+        return _start_event_loop()
+
+
+_STARTING = threading.Lock()
+
+
+@cache
+def _start_event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward loop", daemon=True).start()
     return loop

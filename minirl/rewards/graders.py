@@ -204,12 +204,20 @@ class GraderPool:
         self.process.wait()
 
 
-@functools.cache
 def pool(package: str) -> GraderPool:
     """Return this process's workers for a package. The first call starts them (seconds)."""
+    with _STARTING:  # Several threads score the first answers.
+        return _start_pool(package)
+
+
+_STARTING = threading.Lock()
+
+
+@functools.cache
+def _start_pool(package: str) -> GraderPool:
     # Two at least: an answer that takes its time must not stop all others.
     return GraderPool(package, min(16, max(2, num_cores() // ranks_of_node())), GraderLimits())
 
 
 # A process that is forked from this one must not speak with its workers.
-os.register_at_fork(after_in_child=pool.cache_clear)
+os.register_at_fork(after_in_child=_start_pool.cache_clear)
