@@ -790,9 +790,8 @@ class Generators(BaseTrainer):
         engine.take_counts()  # Those of an evaluation are no rollout's.
         self.engine_counts += before
         if trajectories is not None:
-            reasons = self.sampler.runner.troubles[:1]
+            reasons = self.sampler.evaluation.runner.troubles[:1]
             self.evaluations.append(Evaluation(news.step, news.name, trajectories, reasons))
-        self.sampler.runner.troubles.clear()
 
     def deliver(self, rollout: StepRollout | None, *, ends_step: bool = True) -> None:
         """Send what has been drawn to the trainers. Collective over both sides.

@@ -31,6 +31,7 @@ from minirl.parallel.machines import check_can_write
 from minirl.rollout import records
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.rollout.sampler import GroupScheduler
 from minirl.run import results
 from minirl.run.evaluation import evaluate
 from minirl.run.inputs import check_output, find_model
@@ -471,7 +472,8 @@ def played(env: Env, runner: EpisodeRunner | None = None) -> Episode:
 def test_an_evaluation_without_answers_says_why(troubles, why):
     runner = EpisodeRunner(None, None, EvaluateConfig(), SINGLE_TURN)  # type: ignore[arg-type]
     runner.troubles = troubles
-    sampler = SimpleNamespace(mesh=ALONE, runner=runner, collect=lambda *arguments: [])
+    ran = GroupScheduler(runner)
+    sampler = SimpleNamespace(mesh=ALONE, evaluation=ran, collect=lambda *arguments: [])
     prompts = SimpleNamespace(rows=[1, 2, 3])
     with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):
         evaluate(sampler, prompts, EvaluateConfig().eval, None, None)  # type: ignore[arg-type]

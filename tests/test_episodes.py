@@ -568,7 +568,7 @@ def failing_program(mesh, folder):
         else:
             found[on_error] = (
                 [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories],
-                sorted(sampler.runner.troubles),
+                sorted(sampler.evaluation.runner.troubles),
                 len(Broken.closed),
                 time.monotonic() - began,
             )
@@ -854,7 +854,7 @@ def agent_program(mesh, folder, tp, name="Caller"):
     sampler.runner.threads = asyncio.Semaphore(0)
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
-    failures = sampler.runner.troubles
+    failures = sampler.evaluation.runner.troubles
     sampler.close()
     parts = [found] if tp == 1 else mesh.gather(found)
     worst = max((mismatch(policy, part) for part in parts if part), default=0.0)
@@ -892,13 +892,10 @@ def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, 
         )
         assert about["row"] == {"answer": str(group)} and about["refusal"] == ""
         assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
-        assert about["error"] or about["stopped"] == text.endswith("<|end|>")
-        assert about["error"] or about["env"] == {
-            "turns": 2,
-            "truncated": 0.0,
-            "failed": 0.0,
-            "asked": 2.0,
-        }
+        assert about["stopped"] == text.endswith("<|end|>")
+        said = {} if about["error"] else {"asked": 2.0}
+        failed = float(bool(about["error"]))
+        assert about["env"] == {"turns": 2, "truncated": 0.0, "failed": failed, **said}
 
 
 def test_images_that_a_client_sends_are_trained_on(on_one_rank):

@@ -121,12 +121,13 @@ class EpisodeRunner:
         self.troubles: list[str] = []
 
     def with_own_threads(self) -> "EpisodeRunner":
-        """Return the same runner with as many threads more, for an evaluation.
+        """Return the same runner with as many threads more, and its own troubles: an evaluation's.
 
         All threads of this one may be those of agents that wait until training continues.
         """
         other = copy.copy(self)
         other.threads = asyncio.Semaphore(self.cfg.threads)
+        other.troubles = []
         return other
 
     async def run(self, e: Episode) -> None:
@@ -375,15 +376,15 @@ class EpisodeRunner:
             e.endpoint = state.metrics()
             if state.refusals:
                 e.refusal = state.refusals[-1]
-        segments = e.conversation.segments
-        e.turn = sum(segment.num_completions for segment in segments)
-        e.stopped = True
-        if segments:
-            last = segments[-1]
-            e.stopped = last.stopped
-            e.said = last.messages
-            e.answer_tokens = last.completion()
-            e.answer = read_answer(e.conversation.tokenizer, e.answer_tokens)
+            segments = e.conversation.segments
+            e.turn = sum(segment.num_completions for segment in segments)
+            e.stopped = True
+            if segments:
+                last = segments[-1]
+                e.stopped = last.stopped
+                e.said = last.messages
+                e.answer_tokens = last.completion()
+                e.answer = read_answer(e.conversation.tokenizer, e.answer_tokens)
 
     async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.

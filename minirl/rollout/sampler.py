@@ -196,6 +196,7 @@ class Sampler:
         engine_loop: steps the engine.
         runner: runs the episodes.
         training: has the groups that the next training step continues.
+        evaluation: has run the groups of the last call of `collect`.
         begun: those groups, of all ranks, by ticket.
         waiting: tickets that the next steps take before new ones: no engine had room for them, or
             the run was resumed while their groups were unfinished.
@@ -287,12 +288,11 @@ class Sampler:
         version = self.engine_loop.version if version is None else version
         self.engine_loop.version = version
         num_discarded = self.engine_loop.discarded_tokens
-        self.runner.troubles.clear()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
-        scheduler = GroupScheduler(self.runner.with_own_threads())
+        self.evaluation = GroupScheduler(self.runner.with_own_threads())
         groups = self._run_groups(
-            scheduler, make_group, tickets, num_samples, goals, pauses=True, can_stop=can_stop
+            self.evaluation, make_group, tickets, num_samples, goals, pauses=True, can_stop=can_stop
         )
         self.engine_loop.discarded_tokens = num_discarded  # Of training alone.
         if can_stop and self.mesh.agree_to_stop():
@@ -325,8 +325,6 @@ class Sampler:
         cfg = self.training_config
         pace = self.pace()
         self.engine_loop.version = version
-        if self.pauses:
-            self.runner.troubles.clear()  # Those of an evaluation.
         make_group = self.group_maker(sampling, version)
         # What would become too old has to finish in the first round.
         goals = pace.goals(self.begun.values(), version)

@@ -52,7 +52,7 @@ def evaluate(
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if trajectories is None:
         return None
-    reasons = sampler.runner.troubles[:1]
+    reasons = sampler.evaluation.runner.troubles[:1]
     num_prompts = len(prompts.rows)
     return score(trajectories, reasons, num_prompts, cfg, reward_model, sampler.mesh, num_shown)
 
