@@ -275,8 +275,11 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     end_with_parent()
     function = find_reward(settings["name"], RewardConfig())
+    pids = []
     for descriptor in settings["descriptors"]:
-        if os.fork():
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
             continue
         end_with_parent()
         for other in settings["descriptors"]:
@@ -298,5 +301,5 @@ def main() -> None:
             trainer.send_bytes(pickle.dumps((values, calls, problem, is_its_mistake)))
     for descriptor in settings["descriptors"]:
         os.close(descriptor)
-    for _ in settings["descriptors"]:
-        os.wait()
+    for pid in pids:
+        os.waitpid(pid, 0)
