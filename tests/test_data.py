@@ -20,7 +20,7 @@ from minirl.data import chat
 from minirl.data.lengths import check_lengths
 from minirl.data.order import Curriculum
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.tokenizer import check_tokens, load_tokenizer
+from minirl.data.tokenizer import check_tokens, forget_tokens, load_tokenizer
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import loading, scoring
 
@@ -324,6 +324,7 @@ def test_special_tokens_that_the_model_lacks_are_text(tmp_path):
     tokenizer.add_tokens([AddedToken("<image>", special=True)], special_tokens=True)
     assert chat.encode(tokenizer, "a<image>")[-1] == size
     check_tokens(tokenizer, folder, size, "policy.model = x")
+    forget_tokens(tokenizer, size)
     tokens = chat.encode(tokenizer, "a<image>")
     assert max(tokens) < len(tokenizer) == size and tokenizer.decode(tokens) == "a<image>"
 

@@ -270,7 +270,7 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     """Return a row to imitate.
 
     It is, by the first of its columns that it has, a chat, a prompt with its completion (each a
-    text or messages) or a text.
+    text or messages) or a text. Columns that the user names count before a chat.
 
     Returns:
         {"messages": chat, "trained": indices of the assistant turns in the loss}, with

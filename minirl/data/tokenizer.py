@@ -86,8 +86,7 @@ def check_tokens(
 ) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for.
 
-    Special tokens may lie beyond it, as that of images does in models for text alone. The tokenizer
-    forgets them: what they are called is a text like any other.
+    Special tokens may lie beyond it, and `forget_tokens` makes texts of them.
 
     Args:
         tokenizer: of the model.
@@ -120,7 +119,14 @@ def check_tokens(
         f"{where}: its tokenizer has {len(beyond)} tokens beyond vocab_size = {vocab_size}, such "
         f"as {list(beyond.items())[:1]}; {advice}",
     )
-    if any(number >= vocab_size for number, _ in added):
+
+
+def forget_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Let a tokenizer read special tokens beyond `vocab_size` as texts like any other.
+
+    The model has no embedding for them: one for text alone may have a token of images.
+    """
+    if any(number >= vocab_size for number in tokenizer.added_tokens_decoder):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]
         of_library = type(tokenizer.backend_tokenizer)

@@ -47,6 +47,7 @@ from minirl.data.rows import Rows, errors_at
 from minirl.data.tokenizer import (
     check_template,
     check_tokens,
+    forget_tokens,
     load_tokenizer,
     require_calls_shown,
     require_tools_shown,
@@ -431,6 +432,7 @@ def find_model(
             tokenizer = load_tokenizer(folder, cfg.data, chats=chats)
             vocab_size = config.get_text_config().vocab_size
             check_tokens(tokenizer, folder, vocab_size, where, chats=chats)
+            forget_tokens(tokenizer, vocab_size)
         elif chats and cfg.data.chat_template:
             check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
     return ModelFiles(folder, config, tokenizer, vision)
