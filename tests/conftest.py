@@ -68,11 +68,12 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of a plugin that may not be installed
 def pytest_xdist_auto_num_workers(config) -> int:
-    """How many processes `-n auto` runs tests in. Most tests keep one core busy, some two. What
-    needs a GPU needs all of its memory."""
+    """How many processes `-n auto` runs tests in. Most tests keep one core busy, some two, and some
+    wait: one process more than there are cores fills their time. What needs a GPU needs all of its
+    memory."""
     if config.option.markexpr == "gpu":
         return 0
-    return min(4, len(os.sched_getaffinity(0)))
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 # The older pair, and how minirl refuses what it cannot do.
