@@ -184,8 +184,6 @@ class Trainer(BaseTrainer):
             is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
             if is_due and not self.evaluate(generation, step, "before_rl" if step == 0 else None):
                 return None
-            if self.run.has_reached_goal:
-                return None
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
@@ -210,9 +208,8 @@ class Trainer(BaseTrainer):
         self.num_discarded_tokens += rollout.discarded_tokens
         if rollout.is_last:
             num_extra = rollout.next_ticket - (step + 1) * self.cfg.rollout.prompts_per_step
-            self.num_extra_prompts = num_extra - self.progress.extra_tickets
-            num_begun = len(self.progress.unfinished_tickets)
-            self.num_extra_prompts += num_begun - len(rollout.unfinished)
+            num_begun = len(self.progress.unfinished_tickets) - len(rollout.unfinished)
+            self.num_extra_prompts = num_extra - self.progress.extra_tickets + num_begun
             self.progress.extra_tickets = num_extra
             self.progress.unfinished_tickets = rollout.unfinished
             self.progress.unfinished_tokens = rollout.unfinished_tokens
@@ -423,20 +420,19 @@ class Trainer(BaseTrainer):
             self.progress.kl_coef = kl_coef
 
     def evaluate(self, generation: "Generation", step: int, name: str | None) -> bool:
-        """Score held-out prompts and return True; False if a signal has interrupted it.
+        """Score held-out prompts; return False if a signal interrupts it, or `stop_at` is reached.
 
         Args:
             generation: with the engine awake.
             step: number of finished steps.
             name: keep the result for the summary under this name; None: do not keep it.
         """
-        cfg = self.cfg.eval
         sampling = eval_sampling(self.cfg, generation.sampling.stop_token_ids)
         with self.timer.phase("evaluate"):
             result = evaluate(
                 generation.sampler,
                 self.inputs.held_out,
-                cfg,
+                self.cfg.eval,
                 sampling,
                 self.reward_model,
                 max(NUM_SHOWN, self.cfg.log.samples),
@@ -445,12 +441,11 @@ class Trainer(BaseTrainer):
             self.record_evaluation(step, name, result)
             if self.run.has_reached_goal:
                 self.progress.evaluations["after_rl"] = result
-        return bool(result)
+        return bool(result) and not self.run.has_reached_goal
 
     def record_evaluation(self, step: int, name: str | None, result: dict) -> None:
         """Log what `score` returned for the weights of a step."""
-        shown = ("accuracy", "reward")
-        self.run.record_evaluation(step, result["scores"], shown, name, result)
+        self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
 
     def warm_start(self) -> bool:
         """Imitate the training rows' answers for `sft.num_steps` steps, and export the result.
@@ -593,7 +588,7 @@ class Generation:
             policy.sleeper.wake_parameters()
         # The progress of the run, for reward functions of TRL.
         self.state = inputs.rewards.state
-        self.state.max_steps = inputs.num_steps * cfg.algo.num_epochs * cfg.algo.updates_per_step
+        self.state.max_steps = inputs.num_updates
         self.state.is_world_process_zero = mesh.rank == 0
         num_drawn = inputs.num_steps * cfg.rollout.prompts_per_step
         self.state.num_train_epochs = num_drawn / len(inputs.prompts.rows)
@@ -616,9 +611,8 @@ class Generation:
     def note_updates(self, num_updates: int) -> None:
         """Let engine and reward functions know how many optimizer steps the weights have seen."""
         self.sampler.engine_loop.version = num_updates
-        state = self.state
-        state.global_step = num_updates
-        state.epoch = state.num_train_epochs * num_updates / max(1, state.max_steps)
+        self.state.global_step = num_updates
+        self.state.epoch = self.state.num_train_epochs * num_updates / max(1, self.state.max_steps)
 
     def close(self) -> None:
         """Stop the sampler and the engine."""

@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tiny
 from harness import ranks
@@ -465,6 +466,9 @@ def test_an_evaluation_is_interrupted_and_begins_anew(folder, tmp_path):
     resumed = fork("minirl.rl", [*given, *held_out], tmp_path / "resumed", SECONDS, world=2)
     assert resumed.code == 0 and "resuming at step 0" in resumed.err, resumed.err
     assert steps(out, "sft") == [0, 1] and steps(out) == [0]
+    board = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("sft/loss")] == [0, 1]
+    assert [event.step for event in board.Scalars("eval/accuracy")][:1] == [-1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 import os
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from transformers.image_utils import load_image
 
 import tiny
 from harness import ranks
-from in_memory import ALONE, read_all
+from in_memory import ALONE, memory_rows, read_all
 from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
@@ -31,9 +32,9 @@ from minirl.batch.packing import pack, unpack
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig
-from minirl.config.supervised import ChatsConfig, PairsConfig
+from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig
 from minirl.data import chat
-from minirl.data.examples import to_examples
+from minirl.data.examples import MISMATCHED, Labelled, to_examples
 from minirl.data.formats import open_examples
 from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.prompts import open_prompts
@@ -256,6 +257,32 @@ def test_images_that_a_model_of_gemma_cannot_see_are_refused(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         read_vision(folder)
+
+
+def test_another_image_is_another_prompt(folder):
+    """KTO takes the answer to one for its estimate, though both are asked the same."""
+    rows = []
+    for number in range(4):
+        picture = {"type": "image", "image": tiny.picture(56 + number // 2, 56)}
+        asked = {"role": "user", "content": [picture, {"type": "text", "text": "which?"}]}
+        answer = {"role": "assistant", "content": chr(ord("a") + number)}
+        rows.append({"messages": [asked, answer], "trained": [1], "label": True})
+    tokenizer = load_tokenizer(folder)
+    labelled = Labelled(
+        memory_rows(rows),
+        tokenizer,
+        stop_token_ids(tokenizer, folder),
+        LabelledConfig(max_tokens=256),
+        ALONE,
+        ThreadPoolExecutor(1),
+        seed=0,
+        shuffle=False,
+        vision=read_vision(folder),
+    )
+    examples = labelled.examples(range(4)).here
+    others = [t for t in examples if t.episode == MISMATCHED]
+    said = [tokenizer.decode(t.tokens[t.sampled])[0] for t in others]
+    assert said == ["d", "d", "b", "b"]
 
 
 def test_rows_with_images(tmp_path, folder):

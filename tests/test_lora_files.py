@@ -111,6 +111,8 @@ def test_peft_reads_a_tied_embedding_that_is_trained_whole(tmp_path):
         dtype="float64",
         lora=LoraConfig(rank=4, alpha=8, adapter=str(tmp_path / "adapter"), **whole_embedding),
     )
+    ranks(1, run_command, ExportConfig(command="export", run=str(tmp_path), adapter=True))
+    assert_same_weights(tmp_path / "adapter-step-1", tmp_path / "adapter")
     name = "model.embed_tokens.weight"
     read = ranks(1, read_back, folder, again)[0]
     assert torch.equal(read[name], weights_of(tmp_path / "live")[name])
@@ -231,6 +233,19 @@ def test_settings_that_do_not_fit_the_model_are_refused(written, lora, says):
         ranks(1, start, written / "m", LoraConfig(**settings))
 
 
+def test_a_linear_is_adapted_or_trained_whole(tmp_path):
+    """Of biases alone, PEFT's files have no form."""
+    folder = tiny.make(tmp_path / "m", "qwen2")
+    whole = LoraConfig(rank=4, targets=["q_proj"], modules_to_save=["*.q_proj.bias"])
+    says = (
+        r"modules_to_save = .* names a part of model.layers.0.self_attn.q_proj, which policy.lora"
+    )
+    with pytest.raises(RankFailed, match=says):
+        ranks(1, start, folder, whole)
+    others = LoraConfig(rank=4, targets=["o_proj"], modules_to_save=["*.q_proj.bias"])
+    ranks(1, start, folder, others)
+
+
 def damage(written, copy, *, config=None, weights=None):
     """Return a copy of the adapter with other lines in its config, or other tensors."""
     shutil.copytree(written / "adapter", copy)
@@ -249,6 +264,8 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     [
         ({"config": {"use_dora": True}}, "use_dora is True in its adapter_config.json, and minirl"),
         ({"config": {"bias": "all"}}, "bias is 'all' in its adapter_config.json, and minirl has"),
+        ({"config": {"init_lora_weights": "pissa"}}, "init_lora_weights is 'pissa' in its"),
+        ({"config": {"alora_invocation_tokens": [5]}}, r"alora_invocation_tokens is \[5\] in its"),
         ({"config": {"peft_type": "IA3"}}, "peft_type is 'IA3' in its"),
         ({"weights": {NAME: torch.zeros(4, 9)}}, r"of another base: .* is \[4, 9\], and the model"),
         ({"weights": {NAME: torch.full((4, 128), torch.nan)}}, "has NaN or infinity; take another"),

@@ -7,6 +7,8 @@ import base64
 import io
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +31,9 @@ from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
+from minirl.config.validate import check_settings
 from minirl.data.sources import open_source
+from minirl.data.tokenizer import load_tokenizer
 from minirl.engine.loop import EngineLoop
 from minirl.envs.registry import make_env
 from minirl.plan import __main__ as planner
@@ -42,7 +46,7 @@ from minirl.run.inputs import find_other_model
 from minirl.run.supervised import SupervisedTrainer
 from minirl.train.frozen import RewardModel
 from minirl.types.packed import Trajectory
-from programs import ROOT, WORDS, as_flags
+from programs import ROOT, WORDS, as_flags, fork
 
 SCRATCH = [
     *as_flags("""
@@ -508,6 +512,71 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
             ParallelConfig(),
             "ref.model",
         )
+
+
+def test_a_teacher_has_the_policys_tokens_and_reads_the_same_patches(tmp_path):
+    """Its vocabulary may have more rows at the end, as that of a larger Qwen2.5 has."""
+
+    def find(folder, policy):
+        config = AutoConfig.from_pretrained(policy)
+        tokenizer = load_tokenizer(policy)
+        return find_other_model(
+            str(folder), config, ParallelConfig(), "ref.model", tokenizer=tokenizer
+        )
+
+    policy = tiny.make(tmp_path / "policy")
+    larger = tiny.make(tmp_path / "larger", vocab_size=320)
+    assert find(larger, policy) == larger
+    with pytest.raises(UserError, match="has a vocabulary of .*, and the policy's is of 320"):
+        find(policy, larger)
+    path = larger / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":', '"qq":'))
+    with pytest.raises(UserError, match="has a vocabulary of 320, and the policy's is of"):
+        find(larger, policy)
+
+    sees, otherwise = (tiny.make(tmp_path / name, name) for name in ("qwen2_5_vl", "qwen3_vl"))
+    with pytest.raises(UserError, match="reads images in other patches .*'patch_size': 16"):
+        find(otherwise, sees)
+    assert find(tiny.make(tmp_path / "alike", "qwen2_vl"), sees)
+
+
+QWEN = "Qwen/Qwen3-0.6B"
+HEADS = {
+    "sft_spell_backward": ("minirl.sft", {"prompt": "a" * 60, "completion": "b" * 60}),
+    "dpo_spell_backward": ("minirl.dpo", {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}),
+    "rm_spell_backward": ("minirl.rm", {"prompt": "a" * 60, "chosen": "b", "rejected": "c"}),
+    "kto_spell_backward": ("minirl.kto", {"prompt": "a" * 60, "completion": "b", "label": True}),
+    "on_policy_distill": ("minirl.rl", {"prompt": "a" * 60, "answer": "b"}),
+    "smollm2_products": ("minirl.rl", {"prompt": "a" * 60, "answer": "1"}),
+    "arithmetic": ("minirl.rl", {}),
+    "countdown": ("minirl.rl", {}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_flags_in_the_head_of_a_recipe_take_ones_own_rows(tmp_path, name):
+    """And a model of one's own. Of a warm start on wrong answers it gets none."""
+    program, row = HEADS[name]
+    recipe = ROOT / "configs" / f"{name}.yaml"
+    lines = [line[1:] for line in recipe.read_text().splitlines() if line.startswith("#")]
+    text = " ".join(lines)
+    begin = re.search("Your own rows|Another .* or |A model that can reason", text).end()
+    flags = shlex.split(text[text.index(" --", begin) :])
+    model = tiny.make(tmp_path / "model", max_position_embeddings=8192)
+    rows = [row | {"prompt": f"{n} {row['prompt']}"} for n in range(16)] if row else []
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [path if flag.endswith(".jsonl") else flag for flag in flags]
+    given = [model if flag in ("FOLDER", "LARGER_FOLDER", QWEN) else flag for flag in given]
+    less = ["--output", tmp_path / "run", "--num-steps", 1, "--data.held-out", 4]
+    if program == "minirl.rl":
+        check_settings(parse_flags(RLConfig, [str(x) for x in ["--config", recipe, *given]]), 1)
+        less += ["--rollout.max-tokens", 8]
+        less += ["--rollout.prompts-per-step", 2, "--rollout.samples-per-prompt", 2]
+    else:
+        less += ["--batch-size", 4]
+    ended = fork(program, ["--config", recipe, *given, *less], tmp_path / "log", world=1)
+    assert ended.code == 0, ended.err
 
 
 def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):

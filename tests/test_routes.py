@@ -507,3 +507,54 @@ def test_a_request_that_goes_on_in_the_next_rollout_keeps_its_routes():
     assert completion.tokens == [6, 6, 7, 7, 7]
     assert completion.routes.ravel().tolist() == list(range(8))
     loop.close()
+
+
+def pause_streams(mesh, folder):
+    """Pause equal requests that are streamed or not, change weights, and let them end; one that is
+    streamed ends at a stop string."""
+    cfg = EngineConfig(max_model_len=128, kv_cache_gb=0.05)
+    engine = RolloutEngine(cfg, folder, mesh, dtype="float32", load_weights=True, routes=True)
+    loop = EngineLoop(engine, repeatable=False)
+    requests = {}
+    for name in ("whole", "streamed", "stopped"):
+        sampling = Sampling(max_tokens=40, stop_token_ids=())
+        requests[name] = Request(
+            tokens=list(range(10, 30)), sampling=sampling, seed=1, images=(), name=(0,)
+        )
+    tasks = {name: loop.loop.create_task(loop.generate(r)) for name, r in requests.items()}
+
+    def stop():
+        if len(requests["stopped"].done.tokens) == 9:
+            tasks["stopped"].cancel()
+
+    requests["streamed"].on_tokens = lambda: None
+    requests["stopped"].on_tokens = stop
+
+    async def sample(num_tokens):
+        while len(requests["streamed"].done.tokens) < num_tokens:
+            await asyncio.sleep(0)
+
+    loop.run(sample(15), pauses=False)
+    with torch.no_grad():
+        loop.change_weights(lambda: engine.model.lm_head.weight.neg_(), 1)
+    drawn = {name: r.done.routes for name, r in requests.items()}
+    loop.run(sample(25))
+    paused = {name: r.done.routes for name, r in requests.items()}
+    loop.resume()
+    loop.run(sample(40))
+    ended = {name: r.done.routes for name, r in requests.items()}
+    loop.close()
+    engine.close()
+    return drawn, paused, ended, tasks["stopped"].cancelled()
+
+
+def test_streamed_requests_have_the_routes_of_others(tmp_path):
+    """However they are interrupted; and what a stop string ends has those of its tokens."""
+    folder = tiny.make(tmp_path / "model", "qwen3_moe", tied=False)
+    ((*stages, is_cancelled),) = ranks(1, pause_streams, folder)
+    for stage in stages:
+        assert np.array_equal(stage["streamed"], stage["whole"])
+        assert len(stage["stopped"]) == 20 + 9 - 1
+        assert np.array_equal(stage["stopped"], stage["whole"][:28])
+    lengths = [len(stage["whole"]) for stage in stages]
+    assert is_cancelled and lengths[0] < lengths[1] < lengths[2] == 20 + 40 - 1

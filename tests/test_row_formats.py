@@ -490,6 +490,20 @@ def test_an_image_of_a_table_is_no_message(tmp_path):
     assert len(chat.images_of(row["messages"])) == 1
 
 
+def test_an_answer_in_parts_is_a_text(tmp_path):
+    """As the last turn of a chat is in tables of images (llava-instruct-mix)."""
+    turns = [("user", [("image", None), ("text", "how many?")]), ("assistant", [("text", "two")])]
+    messages = []
+    for role, parts in turns:
+        content = [{"index": 0, "type": kind, "text": text} for kind, text in parts]
+        messages.append({"role": role, "content": content})
+    data = base64.b64decode(tiny.picture(56, 56).partition(",")[2])
+    rows = [{"messages": messages, "images": [{"bytes": data, "path": None}]}]
+    source = table(tmp_path / "a.parquet", rows)
+    (row,), _ = read_rows(open_prompts(source, "data.train", DataConfig(), ALONE), ALONE, 0)
+    assert row["answer"] == "two" and len(chat.images_of(row["prompt"])) == 1
+
+
 def picture_file(folder):
     path = folder / "a.png"
     path.write_bytes(base64.b64decode(tiny.picture(56, 56).partition(",")[2]))

@@ -130,6 +130,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             tensors = {}
             for name, t in trained.items():
                 tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
+            files.add_tied_head(model, tensors)
             described = files.describe(model, policy.lora, source)
             publish_adapter(tensors, described, output, mesh)
         else:

@@ -97,8 +97,8 @@ class RowsConfig:
     prompt_key: str = "prompt"
     system_prompt: str = ""  # Put before chats that have no system message.
     chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
-    #: Further arguments of the chat template, names and YAML values: enable_thinking false. A row's
-    #: column chat_template_kwargs counts before them.
+    #: Further arguments of the chat template, such as enable_thinking false. Of a flag, values are
+    #: JSON, true or false, or else texts. A row's column chat_template_kwargs counts before them.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: False: prompts and answers are texts, encoded as they are, without any template (TRL's
     #: "standard" rows). True: a prompt that is a text is what the user says in a chat.

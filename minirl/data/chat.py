@@ -83,13 +83,18 @@ def parts_of(message: dict) -> list[dict]:
     return content if isinstance(content, list) else []
 
 
+def text_of_part(part: dict) -> str:
+    """Return the text of a part of a message; "[image]" of an image."""
+    return part["text"] if part["type"] == "text" else "[image]"
+
+
 def plain(prompt: RowPrompt) -> RowPrompt:
     """Return a prompt for people: a message's content is a text, "[image]" stands for an image."""
     if isinstance(prompt, str):
         return prompt
     out = []
     for message in prompt:
-        texts = [part.get("text", "[image]") for part in parts_of(message)]
+        texts = list(map(text_of_part, parts_of(message)))
         out.append(message | {"content": "".join(texts)} if texts else message)
     return out
 

@@ -551,15 +551,14 @@ class Labelled(Chats):
             return encoded
         (t,) = encoded.trajectories
         num_prompt = prompt_length(t)
-        prompt = t.tokens[:num_prompt]
         for distance in range(1, len(rows)):
             others = self._encode_row(rows[place - distance]).trajectories  # none: it is dropped
-            begin = prompt_length(others[0]) if others else 0
-            if others and not np.array_equal(others[0].tokens[:begin], prompt):
+            if others and _prompt_of(others[0]) != _prompt_of(t):
                 break
         else:
             return encoded
-        tokens = np.concatenate([prompt, others[0].tokens[begin:]])
+        begin = prompt_length(others[0])
+        tokens = np.concatenate([t.tokens[:num_prompt], others[0].tokens[begin:]])
         sampled = np.concatenate([np.zeros(num_prompt, bool), others[0].sampled[begin:]])
         mismatched = replace(
             t,
@@ -570,3 +569,9 @@ class Labelled(Chats):
             episode=MISMATCHED,
         )
         return Encoded([t, mismatched], encoded.lost)
+
+
+def _prompt_of(t: Trajectory) -> tuple[list[int], list[str]]:
+    """Return the tokens of a sequence's prompt, and its images."""
+    num = prompt_length(t)
+    return t.tokens[:num].tolist(), [span.url for span in t.images if span.start < num]

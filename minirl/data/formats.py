@@ -23,6 +23,7 @@ from minirl.data.chat import (
     is_messages,
     parsed,
     parts_of,
+    text_of_part,
     to_messages,
     why_no_messages,
 )
@@ -165,8 +166,9 @@ def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPromp
         return NO_PROMPT, answer
     is_chat = prompt is row.get("messages") or prompt is row.get("conversations")
     if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
-        answer = prompt[-1]["content"] if answer is None else answer
-        prompt = prompt[:-1]
+        *prompt, said = prompt
+        if answer is None:
+            answer = "".join(map(text_of_part, parts_of(said))) or said["content"]
     if not is_prompt(prompt):
         raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
     refuse_chats(cfg, prompt)
@@ -494,8 +496,7 @@ def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messag
 
 def _said(message: dict) -> tuple[str, object, list]:
     """Return what counts of a message where two chats are compared."""
-    texts = [part.get("text", "[image]") for part in parts_of(message)]
-    content = "".join(texts) or message["content"] or ""
+    content = "".join(map(text_of_part, parts_of(message))) or message["content"] or ""
     return message["role"], content, message.get("tool_calls") or []
 
 

@@ -432,23 +432,26 @@ class RolloutEngine:
         return counts
 
     def unfinished(self, request_ids: Collection[str] | None = None) -> Iterator[EngineOutput]:
-        """Yield what is new of requests that are neither finished nor streamed.
+        """Yield what is new of unfinished requests.
 
         Args:
-            request_ids: of these; None: of all. What is known of their masks is said only once.
+            request_ids: of these; None: of all that are not streamed. New of a streamed one are
+                its routes alone. What is known of masks is said only once.
         """
-        final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        delta = self.vllm.sampling_params.RequestOutputKind.DELTA
         for state in self.llm.llm_engine.output_processor.request_states.values():
-            is_asked = request_ids is None or state.external_req_id in request_ids
-            if is_asked and state.output_kind == final_only:
-                tokens = state.detokenizer.output_token_ids
-                logprobs = state.logprobs_processor.logprobs
-                new = self._output(state.external_req_id, tokens, logprobs, None)
-                yield new._replace(routes=self.routes.of_unfinished(state)) if self.routes else new
+            streams = state.output_kind == delta
+            if streams if request_ids is None else state.external_req_id not in request_ids:
+                continue
+            tokens = [] if streams else state.detokenizer.output_token_ids
+            logprobs = None if streams else state.logprobs_processor.logprobs
+            new = self._output(state.external_req_id, tokens, logprobs, None)
+            yield new._replace(routes=self.routes.of_unfinished(state)) if self.routes else new
 
     def take_unfinished(self) -> Iterator[EngineOutput]:
-        """Yield the same, which then counts as reported."""
-        for new in self.unfinished():
+        """Yield what is new of all unfinished requests, which then counts as reported."""
+        states = self.llm.llm_engine.output_processor.request_states.values()
+        for new in self.unfinished([state.external_req_id for state in states]):
             before = self._num_reported.get(new.request_id, 0)
             self._num_reported[new.request_id] = before + len(new.tokens)
             yield new

@@ -280,6 +280,8 @@ class EngineLoop:
     def _pause(self) -> None:
         """Keep what has been sampled of all requests, for `resume`."""
         self._record(self.engine.unfinished())
+        if streamed := [key for key, (request, _) in self._running.items() if request.on_tokens]:
+            self._record(self.engine.unfinished(streamed))
         for entry in (*self._running.values(), *self._waiting):
             request, future = entry
             if future.cancelled():
@@ -367,8 +369,10 @@ class EngineLoop:
             done.top += output.top
             if output.routes is not None:
                 done.routes = extended(done.routes, output.routes)
-            if request.on_tokens:
+            if request.on_tokens and output.tokens:
                 request.on_tokens()
+                if future.cancelled() and not output.finish_reason:  # What it has is taken at once.
+                    self._record(self.engine.unfinished([output.request_id]))
             if output.finish_reason:
                 del self._running[output.request_id]
                 done.stopped = output.finish_reason == "stop"

@@ -106,6 +106,7 @@ class Inputs:
             reference, critic and reward model.
         prompts, held_out: rows to train on and to evaluate on, as token ids.
         num_steps: number of steps of the run.
+        num_updates: optimizer steps of the policy in them.
         stop_ids: tokens that end an answer.
         description: the numbers of prompts, for the log.
     """
@@ -183,6 +184,10 @@ class Inputs:
             try_rewards(self.rewards, self.prompts, cfg.reward.threads, mesh)
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         check_steps_left(cfg, self.num_steps)
+        num_trained = self.num_steps
+        if cfg.algo.advantage == "gae":
+            num_trained -= cfg.critic.warmup_steps
+        self.num_updates = num_trained * cfg.algo.num_epochs * cfg.algo.updates_per_step
         make_scratch(cfg, mesh)
         self.stop_ids = stop_token_ids(files.tokenizer, files.folder)
 
@@ -223,7 +228,9 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles, num_trainers: int) -> dict
     configs = {"policy": policy.config}
     for role, (model, setting) in others.items():
         scores = role == "reward model"
-        folder = find_other_model(model, policy.config, cfg.parallel, setting, scores=scores)
+        folder = find_other_model(
+            model, policy.config, cfg.parallel, setting, scores=scores, tokenizer=policy.tokenizer
+        )
         if folder:
             folders[role] = folder
             configs[role] = build.read_config(folder)
@@ -477,6 +484,7 @@ def find_other_model(
     setting: str,
     *,
     scores: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path | None:
     """Find and check another model, which reads the same tokens as the policy.
 
@@ -486,6 +494,8 @@ def find_other_model(
         parallel: the mesh.
         setting: the setting that names the model, for errors.
         scores: whether it is a reward model, which has a score head.
+        tokenizer: the policy's. The vocabulary may then be padded by more rows than the policy's,
+            as those of larger Qwen2.5 are. None: they are of one size.
 
     Returns:
         The model's folder; None: there is none.
@@ -504,16 +514,35 @@ def find_other_model(
         f"{setting} = {model} is of family {config.model_type}, and the policy of "
         f"{policy.model_type}: only one of them reads images; take another model",
     )
+    require(
+        _patches(config) == _patches(policy),
+        f"{setting} = {model} reads images in other patches ({_patches(config)}) than the policy "
+        f"({_patches(policy)}), and they are cut once for all models; take one of its family",
+    )
     size = config.get_text_config().vocab_size
     policy_size = policy.get_text_config().vocab_size
+    is_padded = False
+    if tokenizer and size > policy_size:
+        there = load_tokenizer(folder, chats=False)
+        is_padded = there.get_vocab() == tokenizer.get_vocab()
     require(
-        size == policy_size,
+        size == policy_size or is_padded,
         f"{setting} = {model} has a vocabulary of {size}, and the policy's is of {policy_size}: "
         "the policy's tokens mean nothing there; take a model with the same tokenizer",
     )
     if scores:
         check_head(folder, setting)
     return folder
+
+
+def _patches(config: PretrainedConfig) -> dict[str, Any]:
+    """Return how a model cuts images, as its config says; empty: it reads none."""
+    if not families.reads_images(config):
+        return {}
+    tower = config.vision_config.to_dict()
+    token = {"token": config.image_token_id}
+    names = ("patch_size", "spatial_merge_size", "temporal_patch_size")
+    return token | {name: tower[name] for name in names if name in tower}
 
 
 def check_head(folder: Path, setting: str) -> None:

@@ -25,7 +25,7 @@ class Log:
     Args:
         folder: the run's folder.
         rank: rank of this process.
-        first_step: first step of a resumed run; else 0.
+        first_step: TensorBoard hides what is there of this step and of later ones.
         open_wandb: begins the run at Weights & Biases; called on rank 0. None: it is not there.
     """
 
@@ -47,8 +47,7 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             threading.excepthook = partial(_leave_out_board, threading.excepthook)
-            # TensorBoard hides the steps that a resumed run repeats, from -1 on if it begins again.
-            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step or -1)
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step)
             self.file = (folder / "metrics.jsonl").open("a")
 
     def progress(self, description: str, total: int, start: int = 0) -> None:

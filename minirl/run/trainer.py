@@ -95,10 +95,9 @@ class TrainingRun:
         open_wandb = None
         if cfg.log.wandb:
             open_wandb = functools.partial(Wandb, cfg.log, self.output, dataclasses.asdict(cfg))
-        self.log = Log(
-            self.output, rank=mesh.rank, first_step=self.first_step, open_wandb=open_wandb
-        )
-        if mesh.rank == 0 and self.first_step:
+        repeated = self.first_step if self.resumed_from else -1  # The evaluation before all steps.
+        self.log = Log(self.output, rank=mesh.rank, first_step=repeated, open_wandb=open_wandb)
+        if mesh.rank == 0 and self.resumed_from:
             self.show_warm_start_again()
 
         num_parameters = sum(t.numel() for t in policy.shards().values())

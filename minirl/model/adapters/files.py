@@ -29,6 +29,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 HEAD = "lm_head.weight"
+PLAIN_STARTS = ("gaussian", "orthogonal", "eva")  # Starts of A and B that leave the base as it is.
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -55,9 +56,15 @@ def gather_adapter(model: nn.Module, *, is_writer: bool) -> dict[str, Tensor]:
         whole = p.full_tensor() if isinstance(p, DTensor) else p
         if is_writer:
             tensors[name_in_file(name)] = to_file(name, whole.detach()).cpu().contiguous()
-    if is_writer and (embedding := tied_embedding(model)):
-        tensors[PREFIX + HEAD] = tensors[name_in_file(embedding)].clone()
+    if is_writer:
+        add_tied_head(model, tensors)
     return tensors
+
+
+def add_tied_head(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Add the head to tensors of PEFT's file where it is an embedding that is trained whole."""
+    if embedding := tied_embedding(model):
+        tensors[PREFIX + HEAD] = tensors[name_in_file(embedding)].clone()
 
 
 def tied_embedding(model: nn.Module) -> str:
@@ -184,6 +191,7 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
         ("fan_in_fan_out", False),
         ("rank_pattern", {}),
         ("alpha_pattern", {}),
+        ("alora_invocation_tokens", None),
     ):
         value = described.get(name, plain)
         require(
@@ -191,6 +199,13 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
             f"{setting} = {folder}: {name} is {value!r} in its {CONFIG}, and minirl has only "
             f"{plain!r}",
         )
+    start = described.get("init_lora_weights", True)
+    require(
+        isinstance(start, bool) or start in PLAIN_STARTS,
+        f"{setting} = {folder}: init_lora_weights is {start!r} in its {CONFIG}, by which PEFT "
+        "changes the base whenever it loads the adapter; let PEFT convert it, by "
+        "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+    )
     for name in ("r", "lora_alpha"):
         require(name in described, f"{setting} = {folder}: its {CONFIG} says no {name}")
     return LoraConfig(

@@ -73,7 +73,7 @@ def attach(
         new: names of parameters that are trained whole because the base may lack them.
 
     Raises:
-        UserError: a target matches nothing.
+        UserError: a target matches nothing, or a part of it is trained whole.
     """
     trained_whole = set(new)
     if cfg.modules_to_save:
@@ -85,7 +85,13 @@ def attach(
     adapters = Adapters(cfg.rank, cfg.alpha / (cfg.rank**0.5 if cfg.use_rslora else cfg.rank))
     adapted = []
     for name in target_names(model, cfg.targets, f"{setting}.targets"):
-        if not any(p.requires_grad for p in model.get_submodule(name).parameters()):
+        parts = [p.requires_grad for p in model.get_submodule(name).parameters()]
+        require(
+            all(parts) or not any(parts),
+            f"{setting}.modules_to_save = {cfg.modules_to_save} names a part of {name}, which "
+            f"{setting}.targets gives an adapter; name all of it, {name}.*, or none",
+        )
+        if not any(parts):
             adapted.append(name)  # Else it is trained whole.
     packed: list[str] = []
     if cfg.quantization == "nf4":
