@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from harness import RankFailed, ranks
@@ -20,6 +20,8 @@ from minirl.checkpoint.state import Saver
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
+from minirl.model import build
+from minirl.model.adapters import files
 from minirl.train.policy import Policy
 from run_folders import save_config
 from sharded import whole
@@ -244,6 +246,21 @@ def test_a_linear_is_adapted_or_trained_whole(tmp_path):
         ranks(1, start, folder, whole)
     others = LoraConfig(rank=4, targets=["o_proj"], modules_to_save=["*.q_proj.bias"])
     ranks(1, start, folder, others)
+
+
+def test_a_base_is_named_as_others_find_it(written):
+    """A model of the hub by its id, whoever has downloaded it where; a folder by its whole path."""
+    model = build.make_meta_model(
+        AutoConfig.from_pretrained(written / "m"), torch.float32, score=False
+    )
+    downloaded = Path("cache/models--Qwen--Qwen3-8B/snapshots/12")
+    for name, folder, wanted in (
+        ("Qwen/Qwen3-8B", downloaded, "Qwen/Qwen3-8B"),
+        ("models/mine", Path("models/mine"), str(Path.cwd() / "models/mine")),
+        ("scratch", Path("run/scratch"), str(Path.cwd() / "run/scratch")),
+    ):
+        described = files.describe(model, PolicyConfig(model=name), folder)
+        assert described["base_model_name_or_path"] == wanted
 
 
 def damage(written, copy, *, config=None, weights=None):

@@ -131,7 +131,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             for name, t in trained.items():
                 tensors[files.name_in_file(name)] = files.to_file(name, t).contiguous()
             files.add_tied_head(model, tensors)
-            described = files.describe(model, policy.lora, source)
+            described = files.describe(model, policy, source)
             publish_adapter(tensors, described, output, mesh)
         else:
             shapes = {name: t.shape for name, t in causal.tensors(model).items()}

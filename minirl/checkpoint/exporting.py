@@ -290,7 +290,7 @@ def export_adapter(policy: Policy, folder: Path) -> None:
     """
     policy.shards()  # which reshards the model
     tensors = files.gather_adapter(policy.model, is_writer=policy.mesh.rank == 0)
-    described = files.describe(policy.model, policy.cfg.lora, policy.folder)
+    described = files.describe(policy.model, policy.cfg, policy.folder)
     publish_adapter(tensors, described, folder, policy.mesh)
 
 

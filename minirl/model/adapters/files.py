@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from minirl.base.errors import require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
-from minirl.config.policy import LoraConfig
+from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.model.adapters.lora import FUSED, is_adapter, weight_of
 from minirl.model.causal import trained
 from minirl.parallel.fsdp import local
@@ -122,8 +122,16 @@ def from_file(name: str, t: Tensor, shape: torch.Size) -> Tensor:
     return t.view(num_out, rank, num_experts).permute(2, 0, 1)
 
 
-def describe(model: nn.Module, cfg: LoraConfig, base: Path) -> dict[str, Any]:
-    """Return what PEFT's config file says of the adapters of a model."""
+def describe(model: nn.Module, cfg: PolicyConfig, folder: Path) -> dict[str, Any]:
+    """Return what PEFT's config file says of the adapters of a model.
+
+    Args:
+        model: has the adapters.
+        cfg: settings of the model.
+        folder: of the base, from where it was loaded.
+    """
+    is_of_hub = cfg.model not in ("", "scratch") and Path(cfg.model) != folder
+    lora = cfg.lora
     modules = []
     parameters = []
     whole = set()
@@ -149,10 +157,10 @@ def describe(model: nn.Module, cfg: LoraConfig, base: Path) -> dict[str, Any]:
     described = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_score else "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": cfg.rank,
-        "lora_alpha": cfg.alpha,
-        "use_rslora": cfg.use_rslora,
+        "base_model_name_or_path": cfg.model if is_of_hub else str(folder.absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
