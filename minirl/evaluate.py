@@ -54,7 +54,12 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = inputs.find_other_model(
-            cfg.reward.model, config, ParallelConfig(), "reward.model", scores=True
+            cfg.reward.model,
+            config,
+            ParallelConfig(),
+            "reward.model",
+            scores=True,
+            tokenizer=tokenizer,
         )
         example = env_maker.example
         if example.graded:

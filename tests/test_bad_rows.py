@@ -376,6 +376,17 @@ def test_a_template_that_leaves_out_the_prompt(tmp_path, text):
         check_template(tokenizer, "data.chat_template = f")
 
 
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+PARTS = (
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}"
+)
+EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}"
+
+
 def test_templates_that_take_the_prompt_in_one_form():
     tokenizer = make_tokenizer([])
     for template in (
@@ -385,6 +396,25 @@ def test_templates_that_take_the_prompt_in_one_form():
     ):
         tokenizer.chat_template = template
         check_template(tokenizer, "")
+
+
+@pytest.mark.parametrize(
+    "content", ["yes", [{"type": "text", "text": "y"}, {"type": "text", "text": "es"}]]
+)
+@pytest.mark.parametrize(
+    "shows",
+    ["{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}", PARTS, EITHER],
+)
+def test_a_text_has_the_form_that_its_template_shows(content, shows):
+    """Qwen3's template leaves parts out, Llama 3's shows Python's form of them."""
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.role }}}}: {shows};{{% endfor %}}"
+    messages = [{"role": role, "content": content} for role in ("system", "user", "tool")]
+    assert chat.render(tokenizer, messages) == "system: yes;user: yes;tool: yes;"
+    picture = {"type": "image", "image": "data:"}
+    seen = [{"role": "user", "content": [picture, {"type": "text", "text": "yes"}]}]
+    if shows in (PARTS, EITHER):
+        assert chat.render(tokenizer, seen) == "user: <image>yes;"
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", "é".encode("latin-1"), "{{ 1 }}".encode("utf-16")])

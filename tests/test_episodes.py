@@ -609,6 +609,13 @@ def test_a_failed_episode_ends_alone(failed):
     assert any("said []" in f for f in failures)
 
 
+@pytest.mark.parametrize("wrong", [{"info": None}, {"images": None}, {"sampling": [4]}])
+def test_a_result_has_fields_of_their_kinds(wrong):
+    """Raised in the environment, whose episode fails."""
+    with pytest.raises(TypeError, match=f"a Result has {next(iter(wrong))} = "):
+        Result(reward=1.0, done=True, **wrong)
+
+
 def test_failed_episodes_can_be_dropped_or_end_the_run(failed):
     found, failures, _, _ = failed["drop"]
     assert [(g, e, r) for g, e, r, _ in found] == [(0, 0, 2.0), (0, 1, 2.0)] and len(failures) == 16

@@ -92,6 +92,23 @@ def test_an_estimator_is_what_its_decorator_declares(file):
     assert torch.equal(assigned(f"{path}:last"), (2 * rewards).float() * batch.loss_mask)
 
 
+def test_an_estimator_by_token_gets_no_batch_without_a_token(file):
+    """A rank has one where a minibatch has fewer sequences than there are ranks."""
+    path = file("""
+        from minirl.algo.advantages import estimator
+
+        @estimator(by_token=True)
+        def highest(batch, rewards, cfg):
+            return rewards / rewards[batch.loss_mask].abs().max()
+    """)
+    cfg = AlgoConfig(advantage=f"{path}:highest")
+    batch, empty = (user_algorithms.make_batch(3, with_reference=False) for _ in range(2))
+    empty.loss_mask = torch.zeros_like(empty.loss_mask)
+    empty.loss_rows = empty.loss_rows[:0]
+    advantages.assign([batch, empty], advantages.find(cfg.advantage), cfg, **ALONE)
+    assert batch.advantages.any() and not empty.advantages.any()
+
+
 def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
     path = file(ESTIMATORS)
     for name in ("as_it_is", "to_go", "last"):
@@ -235,6 +252,20 @@ def test_a_loss_of_a_file_may_be_made_of_the_entropy(file):
     assert not losses.policy(AlgoConfig(), 20).entropy_gradient
 
 
+def test_a_loss_of_a_file_finds_the_old_log_probs_in_its_batch(file):
+    """Those of now, where the step has one update."""
+    path = file("""
+        def plain(batch, logprobs, entropy, cfg):
+            ratio = (logprobs - batch.old_logprobs).exp()
+            return -ratio * batch.advantages, {"ratio": ratio}
+    """)
+    batch = user_algorithms.make_batch(3, with_reference=False)
+    batch.old_logprobs = None
+    made = losses.policy(AlgoConfig(loss=f"{path}:plain"), 20)
+    _, metrics = made.token_loss(batch, batch.engine_logprobs, batch.old_entropy)
+    assert (metrics["ratio"] == 1).all() and batch.old_logprobs is None
+
+
 WRONG_LOSSES = {
     "one value": ("return -logprobs", "must return .*loss"),
     "a mean": ("return (-logprobs * batch.advantages).mean(), {}", r"its loss must be a tensor"),
@@ -247,6 +278,11 @@ WRONG_LOSSES = {
     "raises": ("return cfg.clip, {}", "AttributeError"),
     "leaves": ("raise SystemExit(0)", "SystemExit"),
     "a name": ("return -logprobs, {'loss': logprobs}", "a step has metrics named loss already"),
+    "a name of the run's": ("return -logprobs, {'reward': logprobs}", "metrics named reward"),
+    "0 / 0": (
+        "return -logprobs * batch.advantages / entropy.detach(), {}",
+        "its loss is not finite at tokens outside the loss",
+    ),
 }
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from datetime import datetime
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -17,6 +18,7 @@ import tiny
 from in_memory import ALONE
 from minirl.base.errors import UserError
 from minirl.config.parse import load_config, parse_flags
+from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig, SFTConfig
 from minirl.data import chat
@@ -30,8 +32,10 @@ from minirl.data.tokenizer import read_template_kwargs, read_tools, use_template
 from minirl.engine.loop import Completion
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Conversation
+from minirl.run import supervised
 from minirl.run.inputs import HAS_CALLS, PromptChecks, marks_for_template, require_shown
 from minirl.run.supervised import mark_row
+from minirl.types.packed import prompt_length
 from programs import ROOT, fork
 
 PAGE = (ROOT / "minirl" / "data" / "README.md").read_text()
@@ -343,6 +347,28 @@ def test_an_environment_with_prompts_of_its_own_needs_none(tmp_path, common):
     if not common:
         with pytest.raises(UserError, match="must name a text"):
             open_prompts(source, "data.train", DataConfig(), ALONE)[0]
+
+
+def test_a_warm_start_imitates_answers_to_what_rl_asks(tmp_path):
+    """Prompts that are too long keep their end; there must be some."""
+    source = written(tmp_path / "a.jsonl", [{"prompt": "0123456789" * 3, "answer": "yes"}])
+    cfg = RLConfig()
+    cfg.data.max_prompt_tokens = 20
+    cfg.data.too_long = "truncate_left"
+    rows, _ = read_rows(open_prompts(source, "data.train", cfg.data, ALONE), ALONE, 0)
+    prompts = Prompts(rows, tokenizer_of(), cfg.data, seed=0)
+    inputs = SimpleNamespace(prompts=prompts, stop_ids=[tokenizer_of().eos_token_id])
+    example = supervised._example(cfg, inputs, 0)
+    num = prompt_length(example)
+    assert num == 20 and example.tokens[:num].tolist() == prompts.encode(rows[0])[-20:]
+    assert len(example.tokens) == len(example.sampled) == len(example.logprobs)
+
+    source = written(tmp_path / "b.jsonl", [{"answer": n} for n in range(12)])
+    (tmp_path / "env.py").write_text("from minirl.envs import Env\n\nclass Mine(Env):\n    pass\n")
+    given = ["--policy.model", "scratch", "--data.train", source, "--output", tmp_path / "out"]
+    given += ["--env.name", f"{tmp_path}/env.py:Mine", "--sft.num-steps", 1]
+    ended = fork("minirl.rl", given, tmp_path / "log")
+    assert ended.code == 2 and "sft.num_steps = 1 needs a prompt in every row" in ended.err
 
 
 def test_texts_without_a_template_are_no_messages(tmp_path):

@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import tiny
 from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows
 from minirl.base.errors import UserError
@@ -338,15 +339,16 @@ def fail_at_a_row(mesh, source):
 
 
 def test_a_row_that_cannot_be_encoded_is_told_by_every_rank_at_its_step(tmp_path):
-    """The template of the tokenizer of the tests ends each turn, but adds a text to none."""
+    """Here one with an image, for a model that reads none."""
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 20
-    chats[13] = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, chats[0][1]]
+    picture = {"type": "image", "image": tiny.picture(56, 56)}
+    chats[13] = [{"role": "user", "content": [picture]}, chats[0][1]]
     source = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
     place = Order(20, seed=2, shuffle=True).rows(0, 20).tolist().index(13)
     for world in (1, 2):
         for step, told in ranks(world, fail_at_a_row, source):
             assert step == place // 2
-            assert "a.jsonl: line 14: the chat template refuses a chat" in told
+            assert "a.jsonl: line 14: a chat has images, and policy.model reads none" in told
 
 
 def test_a_step_whose_rows_are_all_dropped_has_none():

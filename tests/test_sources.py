@@ -3,13 +3,17 @@ of the seed and the number alone."""
 
 import gzip
 import json
+import os
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from PIL import Image
@@ -66,6 +70,37 @@ def chats_of(source, **cfg):
 
 # --------------------------------------------------------------------------------------------------
 # places
+
+
+def test_sources_of_one_name_are_told_apart(tmp_path):
+    """A benchmark's rows are often in test.jsonl, in a folder of its own."""
+    places = []
+    for folder in ("easy", "hard"):
+        (tmp_path / folder).mkdir()
+        places.append(jsonl(tmp_path / folder / "test.jsonl", [{"prompt": "p", "answer": "1"}]))
+    assert [row["data_source"] for row in rows_of(places)] == places
+    named = [f"{place}?name=both" for place in places]
+    assert [row["data_source"] for row in rows_of(named)] == ["both"]
+    generated = [f"reasoning_gym:gcd?size=2&seed={seed}" for seed in range(2)]
+    assert {row["data_source"] for row in rows_of(generated)} == set(generated)
+
+
+def test_a_block_is_read_whole_though_linux_reads_2_gib_at_once(tmp_path, monkeypatch):
+    rows = [{"prompt": "p" * n} for n in range(1, 9)]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, begin: pread(file, min(size, 20), begin))
+    assert [row["prompt"] for row in rows_of(source)] == [row["prompt"] for row in rows]
+
+
+def test_rows_without_a_prompt_may_hold_what_json_does_not(tmp_path):
+    """An environment makes the prompts."""
+    rows = [{"answer": n % 2, "when": datetime(2026, 1, 1 + n % 2, tzinfo=UTC)} for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    opened_rows = open_prompts(
+        str(tmp_path / "a.parquet"), "data.train", DataConfig(), ALONE, env_prompts=True
+    )
+    assert [row["answer"] for row in read_all(opened_rows)] == [0, 1]
 
 
 def written(folder, kind):

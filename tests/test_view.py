@@ -178,6 +178,17 @@ def test_histograms_count_every_episode(run):
     assert shown.groups(parse_query({"first": "9"}))["histograms"] == {}
 
 
+def test_rewards_that_differ_by_rounding_are_in_one_bar(tmp_path):
+    tokenizer = make_tokenizer([])
+    found = [dumped.trajectory(0, n, "drow", tokenizer) for n in range(2)]
+    found[0].reward, found[1].reward = 1.0, 0.1 + 0.2 + 0.7 - 1e-16
+    assert found[0].reward != found[1].reward
+    dumped.write_step(tmp_path / "rollouts", 0, found)
+    (tmp_path / "metrics.jsonl").touch()
+    counts = Run(tmp_path).groups(parse_query({}))["histograms"]["reward"]["counts"]
+    assert sorted(counts)[-2:] == [0, 2]
+
+
 def test_the_reward_of_a_group_is_the_mean_of_its_episodes():
     """Not of its rows: an episode of three segments counts once."""
     rows = np.zeros(4, ROW)

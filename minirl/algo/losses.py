@@ -7,7 +7,7 @@ over the tokens in the loss; of names that end in `_max` the maximum is taken.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
         else:
             ratio = bounded_exp(logprobs - old)
         if own:
-            loss, own_metrics = own(batch, logprobs, entropy, cfg)
+            loss, own_metrics = own(replace(batch, old_logprobs=old), logprobs, entropy, cfg)
         elif cfg.loss == "cispo":
             loss = cispo(ratio, logprobs, batch.advantages, cfg)
         elif corrected and corrected.trust_region:

@@ -5,7 +5,7 @@ templates read one form.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeGuard
 
 from jinja2 import TemplateError
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_unicode, parse_json
 
+ASKED = "minirl asks"  # What is asked of a template to see what it shows.
 Messages = list[dict]  # A chat: each with a role and a content.
 RowPrompt = str | Messages
 # What an error message says of a message that is none.
@@ -107,18 +108,27 @@ def images_of(messages: Messages) -> list[str]:
     return urls
 
 
-def for_template(messages: Messages) -> Messages:
+def for_template(messages: Messages, as_parts: bool | None = None) -> Messages:
     """Return messages as chat templates want them: arguments of calls are mappings.
 
     A message with calls has a content, which may be empty. What is None is left out: a table has
     all columns in each row, and templates ask for names (`'image' in part`). Done twice, it changes
-    nothing more. Calls must be good by `why_no_messages`.
+    nothing more.
+
+    Args:
+        messages: a chat, of which the calls are good by `why_no_messages`.
+        as_parts: True: texts become parts; False: parts that are all texts become one text; None:
+            contents stay in their form.
     """
     none = "" if any("tool_calls" in message for message in messages) else None
     out = []
     for message in map(_named, messages):
-        if parts := parts_of(message):
-            message["content"] = list(map(_named, parts))
+        content = message.get("content", none)
+        if parts := list(map(_named, parts_of(message))):
+            is_text = as_parts is False and all("text" in part for part in parts)
+            content = "".join(map(text_of_part, parts)) if is_text else parts
+        elif as_parts and content:
+            content = [{"type": "text", "text": content}]
         calls = []
         for call in message.pop("tool_calls", ()):
             called = call["function"]
@@ -126,7 +136,7 @@ def for_template(messages: Messages) -> Messages:
             calls.append({"type": "function", **_named(call), "function": function})
         if calls:
             message["tool_calls"] = calls
-        out.append({**message, "content": message.get("content", none)})
+        out.append({**message, "content": content})
     return out
 
 
@@ -147,6 +157,20 @@ def parsed(value: object) -> Any:
         return value
 
 
+@lru_cache(maxsize=4)
+def wants_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a tokenizer's template shows a text only where it is a part of a list."""
+    return not _shows(tokenizer, as_parts=False) and _shows(tokenizer, as_parts=True)
+
+
+def _shows(tokenizer: PreTrainedTokenizerBase, *, as_parts: bool) -> bool:
+    try:
+        text = render(tokenizer, [{"role": "user", "content": ASKED}], as_parts=as_parts)
+    except UserError:
+        return False
+    return ASKED in text and f"'{ASKED}'" not in text  # That is Python's form of the part.
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
@@ -154,6 +178,7 @@ def render(
     header: bool = True,
     tools: list[dict] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    as_parts: bool | None = None,
 ) -> str:
     """Return the chat as text. This is the only place where a template is rendered.
 
@@ -164,14 +189,17 @@ def render(
         tools: JSON schemas of tools, for the template.
         chat_template_kwargs: further arguments of the template, of a row or of a request. They
             count before data.chat_template_kwargs, which `use_template` has put there.
+        as_parts: as in `for_template`; None: as the template shows them.
 
     Raises:
         UserError: the template raises an error, or renders nothing.
     """
     shown = f"({str(messages)[:200]}); correct the messages or data.chat_template"
+    if as_parts is None:
+        as_parts = wants_parts(tokenizer, str(tokenizer.chat_template))
     try:
         text = tokenizer.apply_chat_template(
-            for_template(messages),
+            for_template(messages, as_parts),
             tokenize=False,
             add_generation_prompt=header,
             tools=tools,

@@ -121,7 +121,7 @@ def _digest(row: dict, seed: int) -> bytes:
     are only on the same side of the held-out split. A row is lost where both are the same.
     """
     prompt = row.get("prompt") or row
-    prompt_hash = hashlib.sha256(f"{seed} {json.dumps(prompt)}".encode())
+    prompt_hash = hashlib.sha256(f"{seed} ".encode() + _bytes_of(prompt))
     half = DIGEST_BYTES // 2
     if prompt is row:
         return prompt_hash.digest()[:DIGEST_BYTES]
@@ -130,12 +130,16 @@ def _digest(row: dict, seed: int) -> bytes:
     metadata = rest.get("metadata")
     if isinstance(metadata, dict) and "source_dataset" in metadata:  # of reasoning-gym
         rest["metadata"] = {k: v for k, v in metadata.items() if k != "source_index"}
-    try:
-        text = json.dumps(rest).encode()
-    except TypeError:  # values that JSON does not have, such as the bytes of Parquet
-        text = pickle.dumps(rest)
-    prompt_hash.update(text)
+    prompt_hash.update(_bytes_of(rest))
     return first + prompt_hash.digest()[:half]
+
+
+def _bytes_of(value: object) -> bytes:
+    """Return bytes that are equal for equal values."""
+    try:
+        return json.dumps(value).encode()
+    except TypeError:  # values that JSON does not have, such as the bytes of Parquet
+        return pickle.dumps(value)
 
 
 def _asked(row: dict) -> int:

@@ -30,6 +30,7 @@ import os
 import shutil
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,9 @@ class JsonLines(Sequence):
         """
         begin = int(self.starts[first])
         end = int(self.starts[last]) if last < len(self) else self.size
-        block = os.pread(self.file.fileno(), end - begin, begin)
+        block = b""
+        while piece := os.pread(self.file.fileno(), end - begin - len(block), begin + len(block)):
+            block += piece  # Linux reads 2 GiB at once.
         rows = []
         for line in io.BytesIO(block):
             if line.isspace():
@@ -154,6 +157,7 @@ class Source:
     weight: float | None  # Its share among several sources; None: by its size.
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
+    is_named: bool = False  # The user has chosen the name.
 
     @property
     def is_arrow(self) -> bool:
@@ -220,6 +224,7 @@ def open_source(text: str, setting: str, mesh: World | None = None) -> Source:
     return Source(
         label=label,
         name=name or default_name,
+        is_named=bool(name),
         weight=weight,
         is_generated=is_generated,
         rows=JsonLines(rows, label, mesh) if isinstance(rows, io.BufferedReader) else rows,
@@ -253,6 +258,10 @@ def open_rows(
     """
     texts = [source] if isinstance(source, str) else source
     sources = [open_source(text, setting, mesh) for text in texts]
+    times = Counter(opened.name for opened in sources)
+    for place, (opened, text) in enumerate(zip(sources, texts, strict=True)):
+        if times[opened.name] > 1 and not opened.is_named:  # gsm8k/test.jsonl, math/test.jsonl
+            sources[place] = dataclasses.replace(opened, name=text)
     weighted = [opened for opened in sources if opened.weight is not None]
     if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
         raise UserError(

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from minirl.base.errors import UserError, require
 from minirl.base.reading import library_reads, read_text
 from minirl.config.shared import RowsConfig
-from minirl.data.chat import Messages, parsed, render
+from minirl.data.chat import ASKED, Messages, parsed, render
 
 # What minirl gives to the tokenizer's `apply_chat_template`, or what has a setting or column.
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -50,29 +50,23 @@ def load_tokenizer(
 def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Refuse a chat template that leaves out what the user says.
 
-    One that refuses this chat may take those of the data; those that it refuses are named with
-    their rows.
+    One that refuses this chat may take those of the data, which are named with their rows if not.
 
     Args:
         tokenizer: has the template.
         where: begins an error message.
 
     Raises:
-        UserError: the prompt is in no rendering of it, neither as a text nor as parts.
+        UserError: the prompt is not in its rendering.
     """
-    text = "minirl asks"
-    renderings = []
-    for content in (text, [{"type": "text", "text": text}]):
-        try:
-            renderings.append(render(tokenizer, [{"role": "user", "content": content}]))
-        except UserError:
-            return
-        is_whole_part = f"'text': '{text}'" in renderings[-1]  # Python's form of it.
-        if text in renderings[-1] and not is_whole_part:
-            return
-    raise UserError(
-        f"{where} leaves out the prompt: it renders {renderings[0][:80]!r} where the user says "
-        f"{text!r}; correct it, or name another by data.chat_template"
+    try:
+        rendering = render(tokenizer, [{"role": "user", "content": ASKED}])
+    except UserError:
+        return
+    require(
+        ASKED in rendering,
+        f"{where} leaves out the prompt: it renders {rendering[:80]!r} where the user says "
+        f"{ASKED!r}; correct it, or name another by data.chat_template",
     )
 
 

@@ -69,6 +69,12 @@ class Result:
     # Numbers for the log: means over episodes under `env/`.
     info: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self):
+        for name, kind in (("images", list | tuple), ("sampling", dict), ("info", dict)):
+            value = vars(self)[name]
+            if not isinstance(value, kind):
+                raise TypeError(f"a Result has {name} = {value!r}, which is no {kind}")
+
 
 class Env:
     """One episode."""

@@ -218,10 +218,10 @@ class EpisodeRunner:
                 info["completion"] = "\n".join(s.text for s in e.conversation.segments)
                 info["last_turn"] = e.answer  # Reward functions get this text.
                 info["env"] = {
+                    **e.info,
                     "turns": e.turn,
                     "truncated": float(e.truncated),
                     "failed": float(bool(e.error)),
-                    **e.info,
                 }
             if e.endpoint:
                 info["endpoint"] = e.endpoint

@@ -76,6 +76,7 @@ from minirl.run import user_algorithms
 UNGRADED = 1  # A reward function cannot grade it.
 NO_ANSWER = 2
 MAY_BE_LONG = 4
+PROMPTLESS = 8  # The environment makes one.
 # Marks of every row, about what a chat template has to show.
 HAS_TOOLS = 64
 HAS_CALLS = 128
@@ -163,6 +164,11 @@ class Inputs:
             not cfg.sft.num_steps or train.first_marked(NO_ANSWER) is None,
             f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
             f"(data.answer_key = {cfg.data.answer_key})",
+        )
+        require(
+            not cfg.sft.num_steps or train.first_marked(PROMPTLESS) is None,
+            f"sft.num_steps = {cfg.sft.num_steps} needs a prompt in every row (data.prompt_key = "
+            f"{cfg.data.prompt_key}), and env.name = {cfg.env.name} makes some; set it to 0",
         )
         as_tokens = partial(
             Prompts, tokenizer=files.tokenizer, cfg=cfg.data, seed=cfg.seed, vision=files.vision
@@ -636,6 +642,8 @@ class PromptChecks:
             marks |= MAY_BE_LONG
         if row.get("answer") is None:
             marks |= NO_ANSWER
+        if not row["prompt"]:
+            marks |= PROMPTLESS
         if self.rewards:
             try:
                 self.rewards.check_row(row)

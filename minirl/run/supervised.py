@@ -45,7 +45,7 @@ from minirl.run.trainer import BaseTrainer, TrainingRun
 from minirl.train.frozen import Reference
 from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.updates import learning_rate
-from minirl.types.packed import Trajectory
+from minirl.types.packed import Trajectory, prompt_length
 
 
 def make_minibatch(
@@ -305,4 +305,13 @@ def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:
     chat_row = {**row, "messages": messages, "trained": [len(messages) - 1]}
     chat_row.pop("text", None)  # another column of the user's, which is not trained on here
     (example,) = to_examples(prompts.tokenizer, prompts.vision, chat_row, inputs.stop_ids)
-    return dataclasses.replace(example, group=number)
+    begin = 0
+    if prompts.cut_to and not example.images:
+        begin = max(0, prompt_length(example) - prompts.cut_to)
+    return dataclasses.replace(
+        example,
+        group=number,
+        tokens=example.tokens[begin:],
+        sampled=example.sampled[begin:],
+        logprobs=example.logprobs[begin:],
+    )

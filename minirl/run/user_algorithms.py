@@ -21,6 +21,10 @@ from minirl.config.lookup import line_of
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.types.packed import Packed, Trajectory
 
+# Metrics of a step that a loss has none of.
+TAKEN = {"loss", "grad_norm", "lr", "skipped_updates", "mismatch", "mismatch_max", "ref_kl"}
+TAKEN |= {"reward", "shaped_reward", "answer_tokens", "longest_answer", "stopped", "staleness"}
+TAKEN |= {"equal_groups", "extra_prompts", "kl_coef"}
 # Rewards of the made-up answers to two prompts.
 REWARDS = ((1.0, 0.0, 0.5), (0.0, -1.0, 1.0))
 
@@ -53,7 +57,7 @@ def make_batch(samples: int, *, with_reference: bool) -> Packed:
     batch = pack(trajectories, torch.device("cpu"))
     noise = torch.from_numpy(rng.normal(size=len(batch.inputs))).float()
     batch.old_logprobs = batch.engine_logprobs + 0.1 * noise * batch.loss_mask
-    batch.old_entropy = noise.abs()
+    batch.old_entropy = noise.abs() * batch.loss_mask
     if with_reference:
         batch.ref_logprobs = batch.engine_logprobs - 0.1 * noise * batch.loss_mask
     batch.advantages = noise * batch.loss_mask
@@ -176,7 +180,7 @@ def check_loss(cfg: AlgoConfig) -> None:
         problem = f"{type(error).__name__}: {error}{line_of(error)}"
         raise UserError(f"{expected}; {problem}") from error
     require(isinstance(metrics, dict), f"{expected}; its metrics are {metrics!r:.200}")
-    taken = sorted({"loss", "grad_norm", "lr", "skipped_updates"} & metrics.keys())
+    taken = sorted(TAKEN & metrics.keys())
     require(not taken, f"{where}: a step has metrics named {', '.join(taken)} already; rename it")
 
     num_rows = len(batch.inputs)
@@ -191,6 +195,11 @@ def check_loss(cfg: AlgoConfig) -> None:
             in_loss.isfinite().all(),
             f"{where}: {name} is not finite at tokens in the loss: {in_loss}",
         )
+    require(
+        loss.isfinite().all(),
+        f"{where}: its loss is not finite at tokens outside the loss, where log-probs, entropy and "
+        f"advantages are 0: {loss}",
+    )
     if loss.requires_grad:
         loss[batch.loss_mask].sum().backward()
     gradient = logprobs.grad

@@ -149,8 +149,11 @@ class Table:
         lengths = np.add.reduceat(rows["num_sampled"], begins)
         width = max(1, -(-int(np.ptp(lengths) + 1) // NUM_BARS))  # whole tokens
         bins = np.arange(lengths.min(), lengths.max() + width + 1, width)
+        rewards = rows["reward"][begins]
+        if np.ptp(rewards) <= 1e-9 * np.abs(rewards).max():  # They differ by rounding, if at all.
+            rewards = np.full_like(rewards, rewards[0])
         counted = {
-            "reward": np.histogram(rows["reward"][begins], NUM_BARS),
+            "reward": np.histogram(rewards, NUM_BARS),
             "sampled tokens": np.histogram(lengths, bins),
         }
         found = {}
