@@ -411,7 +411,7 @@ def test_a_text_has_the_form_that_its_template_shows(content, shows):
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.role }}}}: {shows};{{% endfor %}}"
     messages = [{"role": role, "content": content} for role in ("system", "user", "tool")]
     assert chat.render(tokenizer, messages) == "system: yes;user: yes;tool: yes;"
-    picture = {"type": "image", "image": "data:"}
+    picture = {"type": "image", "image": "data:", "text": "a cat"}
     seen = [{"role": "user", "content": [picture, {"type": "text", "text": "yes"}]}]
     if shows in (PARTS, EITHER):
         assert chat.render(tokenizer, seen) == "user: <image>yes;"

@@ -125,7 +125,7 @@ def for_template(messages: Messages, as_parts: bool | None = None) -> Messages:
     for message in map(_named, messages):
         content = message.get("content", none)
         if parts := list(map(_named, parts_of(message))):
-            is_text = as_parts is False and all("text" in part for part in parts)
+            is_text = as_parts is False and all(_is_part(p) and p["type"] == "text" for p in parts)
             content = "".join(map(text_of_part, parts)) if is_text else parts
         elif as_parts and content:
             content = [{"type": "text", "text": content}]

@@ -70,10 +70,10 @@ class Result:
     info: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name, kind in (("images", list | tuple), ("sampling", dict), ("info", dict)):
+        for name, *kinds in (("images", list, tuple), ("sampling", dict), ("info", dict)):
             value = vars(self)[name]
-            if not isinstance(value, kind):
-                raise TypeError(f"a Result has {name} = {value!r}, which is no {kind}")
+            if not isinstance(value, tuple(kinds)):
+                raise TypeError(f"a Result has {name} = {value!r}; give a {kinds[0].__name__}")
 
 
 class Env:
