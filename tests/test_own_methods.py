@@ -92,23 +92,6 @@ def test_an_estimator_is_what_its_decorator_declares(file):
     assert torch.equal(assigned(f"{path}:last"), (2 * rewards).float() * batch.loss_mask)
 
 
-def test_an_estimator_by_token_gets_no_batch_without_a_token(file):
-    """A rank has one where a minibatch has fewer sequences than there are ranks."""
-    path = file("""
-        from minirl.algo.advantages import estimator
-
-        @estimator(by_token=True)
-        def highest(batch, rewards, cfg):
-            return rewards / rewards[batch.loss_mask].abs().max()
-    """)
-    cfg = AlgoConfig(advantage=f"{path}:highest")
-    batch, empty = (user_algorithms.make_batch(3, with_reference=False) for _ in range(2))
-    empty.loss_mask = torch.zeros_like(empty.loss_mask)
-    empty.loss_rows = empty.loss_rows[:0]
-    advantages.assign([batch, empty], advantages.find(cfg.advantage), cfg, **ALONE)
-    assert batch.advantages.any() and not empty.advantages.any()
-
-
 def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
     path = file(ESTIMATORS)
     for name in ("as_it_is", "to_go", "last"):

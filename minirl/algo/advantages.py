@@ -201,8 +201,6 @@ def assign(
     if estimator.by_token:
         values = [
             estimator(batch, token_rewards(batch, penalty), cfg)
-            if len(batch.loss_rows)
-            else torch.zeros_like(penalty)
             for batch, penalty in zip(batches, penalties, strict=True)
         ]
     else:
