@@ -16,6 +16,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
+
 from minirl.base.errors import require
 from minirl.base.files import write_whole
 from minirl.base.log import say
@@ -40,11 +42,14 @@ from minirl.run.evaluation import eval_sampling, evaluate
 from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
 
+WIDE = (torch.float32, torch.float16, torch.bfloat16)  # Dtypes in which a weight may be NaN.
+
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     """Evaluate the model; rank 0 prints the scores as JSON and writes them to `cfg.output`."""
     # 1. Find and check what the config names.
     check_settings(cfg, mesh.world_size)
+    inputs.check_engines(cfg.engine, mesh)
     if cfg.output:
         check_can_write(Path(cfg.output), "output", mesh)
     with errors_of_all(mesh, same_everywhere=True):
@@ -64,6 +69,10 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         example = env_maker.example
         if example.graded:
             rewards.check_supported()
+    folders = {"model": folder}
+    if scorer:
+        folders["reward model"] = scorer
+    inputs.check_same_models(folders, mesh)
     checks = inputs.PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
     env_prompts = not example.needs_prompt
     opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, env_prompts=env_prompts)
@@ -90,7 +99,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         guides=isinstance(example, Agent),
     )
     with errors_of_all(mesh):
-        wrong = engine.names_of_not_finite()
+        parameters = engine.parameters().items()
+        wrong = [name for name, p in parameters if p.dtype in WIDE and not p.isfinite().all()]
         require(
             not wrong,
             f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "

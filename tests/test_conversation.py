@@ -4,6 +4,7 @@ and only there, a new segment begins; nothing that was sampled is lost."""
 
 import asyncio
 import contextlib
+import enum
 import functools
 import json
 import random
@@ -707,6 +708,10 @@ def test_a_tokenizer_gives_back_what_was_said(tmp_path):
     assert load_tokenizer(tmp_path, chats=False).decode([0, 1]) == "x ,"
 
 
+class Reply(str, enum.Enum):  # noqa: UP042  # of StrEnum str() is the value
+    YES = "yes"
+
+
 @pytest.mark.parametrize(
     ("result", "shown"),
     [
@@ -714,7 +719,10 @@ def test_a_tokenizer_gives_back_what_was_said(tmp_path):
         (Result(observation=[1, 2], messages=[{"role": "user", "content": "new"}]), "new"),
         (Result(observation="yes"), "yes"),
         (Result(observation=[{"role": "user", "content": "yes"}]), "yes"),
+        (Result(observation=np.str_("yes")), "yes"),
+        (Result(observation=Reply.YES), "yes"),
         (Result(observation="no", messages=[]), None),
+        (Result(observation=np.array([1, 2])), None),
         (Result(observation="no", messages=["new"]), None),
         (Result(messages="new"), None),
         (Result(observation=[{"content": "x"}]), None),
@@ -736,6 +744,20 @@ def test_the_messages_of_a_result_count_before_its_observation(result, shown):
     EpisodeRunner._observe(runner, episode, result)
     assert [m["content"] for m in episode.messages] == [shown]
     assert shown in episode.segment.text and "no" not in episode.segment.text
+
+
+class Meddler(Play):
+    def step(self, state):
+        result = super().step(state)
+        state.messages.append({"role": "user", "content": "meddled"})
+        state.messages[0]["content"] = "meddled"
+        return result
+
+
+def test_an_environment_that_changes_the_messages_of_its_state_changes_no_chat():
+    play = Meddler("Qwen 2.5", ["a", "b"], ["one?", "two?"])
+    assert [message["content"] for message in play.e.messages] == ["one?", "a", "two?", "b"]
+    assert "meddled" not in play.segments[0].text
 
 
 def test_an_episode_without_tokens_is_a_trajectory_that_is_dumped_and_read():

@@ -917,6 +917,25 @@ def see_a_stranger(mesh, seconds):
     return by_the_stranger, watching.requested
 
 
+def join_a_namesake(mesh, boot_id: Path) -> bool:
+    """Join with the rank of a machine that has this one's name and another process of its id."""
+    watching = Watch()
+    watching.listen()
+    this = watch.this_process()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "BOOT_ID", boot_id)
+        namesake = watch.this_process()._replace(pid=2**22)  # which no process of Linux has
+    assert namesake.host == this.host
+    watching.join(mesh.store, 0, [this, namesake])
+    return True
+
+
+def test_a_machine_of_the_same_name_is_another_one(tmp_path):
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("of another machine")
+    assert ranks(1, join_a_namesake, boot_id) == [True]
+
+
 def test_nobody_but_a_rank_ends_a_run():
     """torch's store listens on all interfaces, and has no key."""
     assert ranks(2, see_a_stranger, 2.5 * watch.LOOK_SECONDS, timeout=60) == [(False, True)] * 2

@@ -25,9 +25,11 @@ from torch.distributed import run
 
 import tiny
 from harness import ranks
+from minirl import evaluate
 from minirl.base.errors import UserError
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
+from minirl.config.shared import EvaluateConfig
 from minirl.parallel import machines
 from minirl.parallel.machines import check_same
 from minirl.run.inputs import Inputs, check_output
@@ -282,6 +284,7 @@ def test_files_of_another_machine_are_looked_at(world, tmp_path):
         shutil.copytree(world.folder / "model", folder / "other")
         (folder / "rows.jsonl").write_text(rows)
         (folder / "more.jsonl").write_text(rows + "\n" * rank)
+        (folder / "longer.csv").write_text(f"prompt,answer\n1 + 1?,2{' ' * rank}\n")
     shutil.copytree(world.folder / "model", folders[0] / "lone")
     (folders[0] / "lone.jsonl").write_text(rows)
     config = folders[1] / "other/config.json"
@@ -295,6 +298,7 @@ def test_files_of_another_machine_are_looked_at(world, tmp_path):
         "another model": ["--policy.model", "./other"],
         "no rows": ["--data.train", "lone.jsonl"],
         "more rows": ["--data.train", "more.jsonl"],
+        "longer rows": ["--data.train", "longer.csv"],
         "apart": ["--engine.tensor-parallel-size", 2],
     }
     cases = {name: [str(flag) for flag in [*good, *own]] for name, own in changed.items()}
@@ -308,7 +312,81 @@ def test_files_of_another_machine_are_looked_at(world, tmp_path):
     assert "data.train = 'lone.jsonl': no such file" in told["no rows"]
     assert where in told["no rows"]
     assert "data.train = more.jsonl: the ranks see files of" in told["more rows"]
+    longer = "the size of data.train = longer.csv is 23 bytes on host-0 (rank 0) and 24 bytes on"
+    assert longer in told["longer rows"]
     assert "engine.tensor_parallel_size = 2 puts ranks of host-0 (rank 0), host-1" in told["apart"]
+
+
+def evaluate_here(mesh, folders: list[Path], cases: dict[str, list[str]]) -> dict[str, str]:
+    """As `find_inputs`, of evaluations."""
+    os.chdir(folders[mesh.rank])
+    said = {}
+    with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
+        for name, flags in cases.items():
+            with pytest.raises(UserError) as error:
+                evaluate.main(parse_flags(EvaluateConfig, flags), mesh)
+            said[name] = str(error.value)
+    return said
+
+
+def test_an_evaluation_looks_at_other_machines(world, tmp_path):
+    folders = [tmp_path / "host-0", tmp_path / "host-1"]
+    for folder in folders:
+        shutil.copytree(world.folder / "model", folder / "model")
+        shutil.copy(world.folder / "rows.jsonl", folder)
+    config = folders[1] / "model/generation_config.json"
+    config.write_text('{"eos_token_id": 3}')
+    flags = ["--model", "./model", "--data.eval", "rows.jsonl", "--reward.function", "exact"]
+    cases = {"another model": flags, "apart": [*flags, "--engine.tensor-parallel-size", "2"]}
+    told, by_second = ranks(2, evaluate_here, folders, cases)
+    assert told == by_second
+    assert told["another model"].startswith("the size of generation_config.json of the model is")
+    assert "engine.tensor_parallel_size = 2 puts ranks of host-0 (rank 0), host-1" in told["apart"]
+
+
+def find_named(mesh, folders: list[Path], cases: dict[str, list[str]]) -> dict[str, str]:
+    """What is said of the files that a config names, as if each rank had a machine of its own."""
+    os.chdir(folders[mesh.rank])
+    said = {}
+    with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
+        for name, flags in cases.items():
+            cfg = parse_flags(RLConfig, [*flags, "--policy.model", "scratch"])
+            try:
+                lifecycle.check_files(cfg, mesh)
+                said[name] = ""
+            except UserError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_functions_and_templates_of_another_machine_are_compared(tmp_path):
+    folders = [tmp_path / "host-0", tmp_path / "host-1"]
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("{}\n")
+        for name in ("same.py", "same.jinja"):
+            (folder / name).write_text("")
+        for name in ("other.py", "other.jinja"):
+            (folder / name).write_text(f"# {rank}")
+    (folders[0] / "lone.py").write_text("")
+    cases = {
+        "good": ["--reward.function", "same.py:f", "--data.chat-template", "same.jinja"],
+        "reward": ["--reward.function", "other.py:f"],
+        "loss": ["--algo.loss", "other.py:f?x=1"],
+        "template": ["--data.chat-template", "other.jinja"],
+        "lone": ["--env.name", "lone.py:Env"],
+    }
+    cases = {name: ["--data.train", "rows.jsonl", *flags] for name, flags in cases.items()}
+    told, by_second = ranks(2, find_named, folders, cases)
+    assert told == by_second and told["good"] == ""
+    for name, file in (
+        ("reward", "reward.function = other.py"),
+        ("loss", "algo.loss = other.py"),
+        ("template", "data.chat_template = other.jinja"),
+    ):
+        assert told[name].startswith(f"the content (SHA-256) of {file} is"), told[name]
+        assert "on host-0 (rank 0) and" in told[name]
+    assert "env.name = lone.py:Env: no file lone.py (so on host-1 (rank 1)" in told["lone"]
 
 
 def compare(mesh) -> list[str]:
@@ -498,7 +576,7 @@ def test_the_batch_script_restarts_and_resumes(tmp_path, program):
     assert given[module + 2 :] == ["--config", "a b.yaml", *resume]
     config, _, _ = run.config_from_args(run.parse_args(given))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
-    assert config.max_restarts == 3 and config.run_id == "123456"
+    assert config.max_restarts == (3 if resume else 0) and config.run_id == "123456"
     assert config.rdzv_endpoint == "n7:23456"
     assert config.logs_specs.root_log_dir == "logs/123456"
     script = (ROOT / "launch/slurm.sbatch").read_text()
@@ -506,6 +584,20 @@ def test_the_batch_script_restarts_and_resumes(tmp_path, program):
     options += ("--exclusive", "--mem=0")
     for option in options:
         assert f"#SBATCH {option}\n" in script
+
+
+def test_the_batch_script_lets_an_evaluation_end(tmp_path):
+    (tmp_path / "hold").touch()
+    job = batch(tmp_path, "minirl.evaluate")
+    end = time.monotonic() + 60
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    assert job.poll() is None and "saved" not in (tmp_path / "calls").read_text()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0
+    assert "requeue" not in (tmp_path / "calls").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from harness import ranks
-from minirl.engine.cpu import packed
+from minirl.engine.cpu import cpu_build, packed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="copies of the CPU engine")
 
@@ -74,7 +74,7 @@ def logits_by_a_copy(mesh):
     errors = {}
     for num_rows in (0, 1, 5, 256, 257, 600):
         hidden = torch.randn(num_rows, 32).bfloat16()
-        logits = packed.wide_logits(hidden, weight, bias)
+        logits = cpu_build.wide_logits(hidden, weight, bias)
         exact = hidden.double() @ weight.double().T + bias.double()
         assert logits.dtype == torch.float32 and logits.shape == exact.shape
         errors[num_rows] = (logits - exact).abs().max().item() if num_rows else 0.0

@@ -34,7 +34,7 @@ from minirl.types.packed import ImageSpan
 from minirl.view import server, trajectories
 from minirl.view.__main__ import main
 from minirl.view.server import KILLED, Run, parse_query, read_lines, to_json
-from minirl.view.trajectories import ROW, Table, token_texts
+from minirl.view.trajectories import ROW, Table, prompt_text, token_texts
 from programs import QUICKSTART, ROOT, WORDS, fork
 from run_folders import save_config
 
@@ -273,6 +273,17 @@ def test_texts_of_tokens_join_to_the_text():
     characters = make_tokenizer([]).backend_tokenizer
     tokens = characters.encode("two words").ids
     assert "".join(token_texts(characters, tokens)) == "two words"
+
+
+def test_calls_of_a_prompt_are_shown():
+    call = {"function": {"name": "add", "arguments": {"a": "é"}}}
+    prompt = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_calls": None},
+    ]
+    called = '{"name": "add", "arguments": {"a": "é"}}'
+    assert prompt_text(prompt) == f"user: 1 + 1?\nassistant: {called}\ntool: 2"
 
 
 # --------------------------------------------------------------------------------------------------

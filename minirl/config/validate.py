@@ -6,6 +6,7 @@ names and values. The functions `resolve_*` are the only ones that change a conf
 """
 
 import dataclasses
+import hashlib
 import os
 import re
 from importlib.util import find_spec
@@ -557,12 +558,8 @@ def check_named(cfg: Any) -> None:
     for setting in ("data.train", "data.eval"):
         for source in _texts(settings.get(setting)):
             check_source(source, setting)
-    for setting in FUNCTIONS:
-        for name in _texts(settings.get(setting)):
-            in_file = FUNCTION_FILE.fullmatch(name.partition("?")[0])
-            if in_file:  # who looks a registered name up refuses it if it is unknown
-                file = in_file["file"]
-                require(is_file(file), f"{setting} = {name}: no file {file}")
+    for setting, name, file in _function_files(settings):
+        require(is_file(file), f"{setting} = {name}: no file {file}")
     for template in _texts(settings.get("data.chat_template")):
         read_text(template, "data.chat_template =")
     for replay in _texts(settings.get("rollout.replay")):
@@ -570,6 +567,49 @@ def check_named(cfg: Any) -> None:
         require(os.path.isdir(replay), f"rollout.replay = {replay}: {why}")
     for run in _texts(settings.get("run")):
         check_run(run)
+
+
+def digests_of_named(cfg: Any) -> dict[str, str]:
+    """Return digests of the files of functions and of the template that a config names.
+
+    Machines that have copies of them need the same. (Sizes of rows and models are compared by who
+    opens them.)
+
+    Args:
+        cfg: of any program; `check_named` has found what it names.
+
+    Returns:
+        What the digest is of -> the digest.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    settings = flatten(dataclasses.asdict(cfg))
+    files = {f"{setting} = {file}": file for setting, _, file in _function_files(settings)}
+    for template in _texts(settings.get("data.chat_template")):
+        files[f"data.chat_template = {template}"] = template
+    digests = {}
+    for named, file in files.items():
+        try:
+            content = Path(file).read_bytes()
+        except OSError as error:
+            raise UserError(f"{named} cannot be read: {error}; give another file") from error
+        digests[f"the content (SHA-256) of {named}"] = hashlib.sha256(content).hexdigest()[:12]
+    return digests
+
+
+def _function_files(settings: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return setting, value and file of what names a function in a file.
+
+    Who looks a registered name up refuses it if it is unknown.
+    """
+    found = []
+    for setting in FUNCTIONS:
+        for name in _texts(settings.get(setting)):
+            in_file = FUNCTION_FILE.fullmatch(name.partition("?")[0])
+            if in_file:
+                found.append((setting, name, in_file["file"]))
+    return found
 
 
 def _texts(value: Any) -> list[str]:

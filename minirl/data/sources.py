@@ -268,7 +268,12 @@ def open_rows(
             f"{weighted[0].label}: give a weight to every source of data.train or to none "
             "(held-out rows are all used once, without weights)"
         )
-    check_same({f"the number of rows of {s.label}": len(s.rows) for s in sources}, mesh)
+    same: dict[str, object] = {f"the number of rows of {s.label}": len(s.rows) for s in sources}
+    for opened, text in zip(sources, texts, strict=True):
+        file = text.partition("?")[0]
+        if os.path.isfile(file):
+            same[f"the size of {opened.label}"] = f"{os.path.getsize(file)} bytes"
+    check_same(same, mesh)
     dtype = np.min_scalar_type(sum(len(s.rows) for s in sources))  # 4 bytes up to 2**32 rows
     parts = []
     first = 0

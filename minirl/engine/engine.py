@@ -190,12 +190,6 @@ class RolloutEngine:
         copies = {f"{layer}.{name}" for layer in self.latent for name in patches.COPIES}
         return {name: p.data for name, p in self.model.named_parameters() if name not in copies}
 
-    def names_of_not_finite(self) -> list[str]:
-        """Return those of this rank's weights, of 16 bits or more, that have NaN or infinity."""
-        wide = (torch.float32, torch.float16, torch.bfloat16)
-        parameters = self.parameters().items()
-        return [name for name, p in parameters if p.dtype in wide and not p.isfinite().all()]
-
     def padding(self) -> dict[str, int]:
         """Return how many elements of each vocabulary parameter no checkpoint fills.
 

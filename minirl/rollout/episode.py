@@ -24,7 +24,7 @@ from minirl.data.chat import is_text, parts_of, plain, to_messages, why_no_messa
 from minirl.data.images import BadImage, attach, to_url
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop, Request, in_thread
-from minirl.envs import Agent, Env, EnvMaker, Result, State
+from minirl.envs import Agent, Env, EnvMaker, Raw, Result, State
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
@@ -271,7 +271,7 @@ class EpisodeRunner:
                 answer=e.answer,
                 stopped=e.stopped,
                 turn=e.turn - 1,
-                messages=e.messages,
+                messages=copy.deepcopy(e.messages),  # the environment may change them
                 tokens=completion.tokens,
                 logprobs=completion.logprobs,
             )
@@ -329,8 +329,8 @@ class EpisodeRunner:
         is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
         messages = result.messages  # The whole chat. If there are some, they replace `observation`.
         history = e.messages if messages is None else []
-        tokenizer = e.conversation.tokenizer
-        if messages is None and (type(observation) is str or is_chat):
+        is_said = is_chat or (isinstance(observation, str) and not isinstance(observation, Raw))
+        if messages is None and is_said:
             if e.segment and not e.messages:
                 raise EnvFailed(
                     "it began with tokens or a Raw text and continues with the message "
@@ -338,7 +338,8 @@ class EpisodeRunner:
                 )
             if is_chat:
                 _check_messages(observation)
-            messages = to_messages(observation, "" if e.segment else self.system_prompt)
+            # Sliced, an Enum's member or NumPy's text is a plain one.
+            messages = to_messages(observation[:], "" if e.segment else self.system_prompt)
         if messages is not None:
             _check_messages(messages)
             if result.images or any(map(parts_of, messages)):
@@ -349,13 +350,13 @@ class EpisodeRunner:
             e.segment = e.conversation.continue_with_messages(e.messages)
             return
         said = f"it said {str(observation)[:200]!r}"
-        if not (observation and isinstance(observation, list | str)):
+        if not (isinstance(observation, list | str) and observation):
             raise EnvFailed(
                 f"it is not done and said {observation!r}; give an observation: a text, messages "
                 "or tokens"
             )
         if isinstance(observation, list):
-            _check_tokens(said, observation, tokenizer)
+            _check_tokens(said, observation, e.conversation.tokenizer)
         elif not is_text(observation):
             raise EnvFailed(f"{said}, with half of a surrogate pair")
         urls = [to_url(image) for image in result.images]

@@ -422,14 +422,14 @@ class Sampler:
         Returns:
             The finished ones of all ranks, by ticket.
         """
-        assert isinstance(self.cfg, RLConfig)
-        low, high = self.cfg.rollout.keep_inside
+        cfg = self.training_config
+        low, high = cfg.keep_inside
         rank = self.mesh.rank
         here = []
         for group in finished:
             rewards = [t.reward for t in group.trajectories() if t.segment == 0]
             is_varied = bool(rewards) and low < sum(rewards) / len(rewards) < high
-            is_kept = is_varied or not self.cfg.rollout.extra_prompts
+            is_kept = is_varied or not cfg.extra_prompts
             here.append(GroupState(group.ticket, group.version, True, is_kept, rank))
         for group in self.training.groups.values():
             here.append(GroupState(group.ticket, group.version, False, False, rank))
@@ -540,8 +540,7 @@ class Sampler:
             self.engine_loop.run(None)
             return []
         num_engines = self.engine.num_replicas
-        is_training = scheduler is self.training
-        begun = self.begun if is_training else {}
+        begun = self.begun if scheduler is self.training else {}
         if self.pulls:
             number = next(self.counter_numbers)
             seconds = self.seconds_between_looks

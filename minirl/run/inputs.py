@@ -32,6 +32,7 @@ from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import (
     DataConfig,
+    EngineConfig,
     EvaluateConfig,
     RowsConfig,
     SamplingConfig,
@@ -81,6 +82,14 @@ PROMPTLESS = 8  # The environment makes one.
 HAS_TOOLS = 64
 HAS_CALLS = 128
 MESSAGE_COLUMNS = ("messages", "prompt", "chosen", "rejected")
+# Patterns of a model's files that have to be the same on every machine.
+FILES_OF_MODELS = (
+    "*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "chat_template.jinja",
+)
 
 
 class ModelFiles(NamedTuple):
@@ -116,11 +125,8 @@ class Inputs:
         # 1. Settings, and the output folder.
         check_settings(cfg, mesh.world_size)
         check_output(cfg, mesh)
-        if mesh.device.type == "cpu":  # where an engine's ranks share memory
-            num_ranks = cfg.engine.tensor_parallel_size
-            generators = cfg.parallel.generators or mesh.world_size
-            first = mesh.world_size - generators
-            check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh, first)
+        generators = cfg.parallel.generators or mesh.world_size
+        check_engines(cfg.engine, mesh, first=mesh.world_size - generators)
 
         with errors_of_all(mesh, same_everywhere=True):
             # 2. Code of the user: environment, rewards, estimator and loss.
@@ -152,7 +158,7 @@ class Inputs:
             )
             num_trainers = mesh.world_size - cfg.parallel.generators
             self.folders = find_rl_models(cfg, files, num_trainers)
-        check_same_models(cfg, self.folders, mesh)
+        check_same_models(self.folders, mesh)
 
         # 4. Rows, which are read once, and prompts as token ids.
         checks = PromptChecks(self.rewards if env.graded else None, files.tokenizer, cfg.data)
@@ -280,14 +286,28 @@ def num_tickets(cfg: RLConfig) -> int | None:
     return max(in_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)
 
 
-def check_same_models(
-    cfg: RLConfig | SupervisedConfig, folders: dict[str, Path], mesh: World
-) -> None:
-    """Refuse models with weights or a config of other sizes on another machine. Collective.
+def check_engines(cfg: EngineConfig, mesh: World, first: int = 0) -> None:
+    """Refuse an engine on several machines. Collective.
 
     Args:
-        cfg: the config; the folder of a scratch model does not exist yet and is left out.
-        folders: folders of the models by role. A hub's cache may be elsewhere on each machine.
+        cfg: the engines' settings.
+        mesh: the ranks.
+        first: the first rank with an engine.
+
+    Raises:
+        UserError: there is one, on CPU, where its ranks share memory.
+    """
+    if mesh.device.type == "cpu":
+        num_ranks = cfg.tensor_parallel_size
+        check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh, first)
+
+
+def check_same_models(folders: dict[str, Path], mesh: World) -> None:
+    """Refuse models of which a file has another size on another machine. Collective.
+
+    Args:
+        folders: folders of the models by role. A hub's cache may be elsewhere on each machine. That
+            of a scratch model may not exist yet.
         mesh: the ranks.
 
     Raises:
@@ -295,10 +315,9 @@ def check_same_models(
     """
     sizes = {}
     for role, folder in folders.items():
-        if role == "policy" and cfg.policy.model == "scratch":
-            continue
-        for file in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
-            sizes[f"the size of {file.name} of the {role}"] = f"{file.stat().st_size} bytes"
+        for pattern in FILES_OF_MODELS:
+            for file in sorted(folder.glob(pattern)):
+                sizes[f"the size of {file.name} of the {role}"] = f"{file.stat().st_size} bytes"
     check_same(sizes, mesh)
 
 

@@ -106,7 +106,7 @@ class SupervisedTrainer(BaseTrainer):
                 checks.check_experts(models, cfg.parallel, ranks_of_node())
             build.check_trained(files.config, cfg.policy, score=self.task.score_head)
             checks.check_routers(files.config, cfg.policy)
-            check_same_models(cfg, {"policy": files.folder}, mesh)
+            check_same_models({"policy": files.folder}, mesh)
             require_shown(train, files.tokenizer)
             require_shown(held_out, files.tokenizer)
             require(

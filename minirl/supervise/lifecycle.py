@@ -32,8 +32,9 @@ from minirl.base.files import DISK_FAILURES
 from minirl.base.log import say
 from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
+from minirl.config.validate import check_named, digests_of_named
 from minirl.parallel.machines import arrange, check_gpus, check_same, errors_of_all, open_world
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, World
 from minirl.supervise.watch import NUM_FRAMES, Watch, leave, this_process
 
 JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that sets it.
@@ -79,6 +80,7 @@ def run(
                 raise mistake
             check_gpus()
         check_same(settings(cfg), world)
+        check_files(cfg, world)
         parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
         called(cfg, arrange(world, parallel, timeout))
         watch.end()
@@ -98,6 +100,17 @@ def settings(cfg: Any) -> dict[str, object]:
     """Return the settings that all machines must have alike, by `section.name`."""
     settings = flatten(dataclasses.asdict(cfg))
     return {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
+
+
+def check_files(cfg: Any, world: World) -> None:
+    """Refuse files of functions and templates that are not the same everywhere. Collective.
+
+    Those of one machine have been looked at before (cli.py).
+    """
+    with errors_of_all(world, same_everywhere=True):
+        check_named(cfg)
+        digests = digests_of_named(cfg)
+    check_same(digests, world)
 
 
 def describe_idle_gpu() -> str:

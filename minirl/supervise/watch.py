@@ -28,13 +28,15 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE, write_error_file
+from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.base.log import printable, restore_streams, say
 from minirl.base.oversight import BEAT, TICK_SECONDS, Limit, Oversight
+from minirl.supervise.cli import write_error_file
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -54,18 +56,22 @@ ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
 LEFT = "minirl/left"  # /RANK is set: the rank has left before that.
 
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Of the kernel that runs.
+
+
 class Process(NamedTuple):
     """The process of a rank, as other processes of its machine find it."""
 
     host: str
-    namespace: str  # Of process ids: containers may have one host name.
+    # Of process ids, and the boot of its machine: containers and machines may share a host name.
+    namespace: str
     pid: int
     secret: str  # Signs what the rank writes into the store, which takes whatever anybody writes.
 
 
 def this_process() -> Process:
     """Return this process, with a new secret."""
-    namespace = os.readlink("/proc/self/ns/pid")
+    namespace = os.readlink("/proc/self/ns/pid") + BOOT_ID.read_text()
     return Process(socket.gethostname(), namespace, os.getpid(), secrets.token_hex(16))
 
 

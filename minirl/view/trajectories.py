@@ -248,10 +248,16 @@ class Table:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return a prompt, a text or messages, as one text."""
+    """Return a prompt, a text or messages with their calls of tools, as one text."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    lines = []
+    for message in prompt:
+        calls = message.get("tool_calls") or []
+        called = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+        said = " ".join(filter(None, [message.get("content"), *called]))
+        lines.append(f"{message['role']}: {said}")
+    return "\n".join(lines)
 
 
 def _mark(part: index.Part) -> tuple:

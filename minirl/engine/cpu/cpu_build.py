@@ -128,9 +128,24 @@ def patch_head() -> None:
     ) -> Tensor:
         if processor.head_dtype != torch.float32 or hidden_states.dtype == torch.float32:
             return apply(processor, lm_head, hidden_states, embedding_bias)
-        return packed.wide_logits(hidden_states, lm_head.weight, embedding_bias)
+        return wide_logits(hidden_states, lm_head.weight, embedding_bias)
 
     LogitsProcessor._apply_head = apply_wide
+
+
+def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `hidden @ weight.T + bias` in float32.
+
+    Args:
+        hidden: [N, H], bfloat16.
+        weight: [V, H], bfloat16.
+        bias: [V], bfloat16.
+    """
+    wide_bias = None if bias is None else bias.float()
+    if not len(hidden):
+        return hidden.new_empty((0, len(weight)), dtype=torch.float32)
+    parts = hidden.float().split(packed.MOST_ROWS)
+    return torch.cat([packed.packed_linear(part, weight, wide_bias) for part in parts])
 
 
 def patch_rotary() -> None:

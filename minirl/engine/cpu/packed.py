@@ -74,21 +74,6 @@ def plain_products() -> Iterator[None]:
         _plain = False
 
 
-def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `hidden @ weight.T + bias` in float32.
-
-    Args:
-        hidden: [N, H], bfloat16.
-        weight: [V, H], bfloat16.
-        bias: [V], bfloat16.
-    """
-    wide_bias = None if bias is None else bias.float()
-    if not len(hidden):
-        return hidden.new_empty((0, len(weight)), dtype=torch.float32)
-    parts = hidden.float().split(MOST_ROWS)
-    return torch.cat([packed_linear(part, weight, wide_bias) for part in parts])
-
-
 def forget() -> None:
     """Free all copies, because weights have changed."""
     _copies.clear()
