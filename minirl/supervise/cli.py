@@ -4,12 +4,9 @@ That comes before torch, vLLM and the program itself are imported, which takes m
 rank. So this file imports nothing but settings; lifecycle.py does the rest.
 """
 
-import contextlib
 import gc
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +14,7 @@ from minirl.base.errors import BAD_INPUT, DONE, UserError
 from minirl.config.parse import parse_flags
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import check_named, check_settings
+from minirl.supervise import write_error_file
 
 if TYPE_CHECKING:
     from minirl.parallel.mesh import Mesh
@@ -105,18 +103,3 @@ def reach_this_machine() -> None:
         return
     hosts = ",".join([*filter(None, given), *THIS_MACHINE])
     os.environ.update(NO_PROXY=hosts, no_proxy=hosts)
-
-
-def write_error_file(message: str) -> None:
-    """Leave the reason why this rank fails where torchrun's report looks for it.
-
-    The format is that of torch.distributed.elastic.multiprocessing.errors. Its `record` is no help:
-    it needs torch before the flags are read, and shows a traceback of what the user can correct.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    # Without the file the reason is missing in the report; the rank has printed it, too.
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump({"message": {"message": message, "extraInfo": details}}, file)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from minirl.base.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.base.log import printable, restore_streams, say
 from minirl.base.oversight import BEAT, TICK_SECONDS, Limit, Oversight
-from minirl.supervise.cli import write_error_file
+from minirl.supervise import write_error_file
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
