@@ -375,6 +375,8 @@ def test_openenv_actions_as_json(echo, local):
     assert "times" in env.step(state('{"message": "a", "times": "often"}')).observation
     assert "valid dictionary" in env.step(state("[1]")).observation
     assert env.step(state("hello")).reward == 0.0  # nor is this an action, and nothing was heard
+    assert "not an action" in env.step(state("[" * 3000)).observation
+    assert "not an action" in env.step(state('{"message": "\\ud800"}')).observation
     assert json.loads(env.step(state('{"message": "b"}')).observation)["echoed"] == "aa b"
     env.close()
 

@@ -171,7 +171,7 @@ def test_guided_tokens_are_outside_the_loss():
     segment.append_completion(completion, tokenizer)
     assert segment.sampled == [False, False, False, True, False]
     assert segment.logprobs == [0, 0, 0, -2.0, 0] and segment.versions == [-1, -1, -1, 4, -1]
-    assert (segment.answer_begin, segment.answer_end, segment.num_guided) == (2, 5, 2)
+    assert segment.answer_tokens == [7, 8, 9] and segment.num_guided == 2
     assert segment.end() == 4
 
 

@@ -723,6 +723,13 @@ def spread(mesh, budget):
     return out
 
 
+def test_entropies_that_rounding_makes_differ_are_marked_alike():
+    entropies = torch.tensor([3.0, 3.0 * (1 - 1e-6), 2.0, 1.0], dtype=torch.float64)
+    batch = SimpleNamespace(old_entropy=entropies, loss_mask=torch.tensor([True] * 4))
+    shaping.mark_high_entropy([batch], 0.25, lambda counts: counts)
+    assert batch.high_entropy_mask.tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("world", "parallel", "budget"),
     [

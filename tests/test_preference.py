@@ -439,6 +439,15 @@ def encode(mesh, rows, max_tokens, score):
     }
 
 
+def test_a_side_of_a_single_token_is_refused_where_it_would_be_trained_on():
+    """Nothing is sampled after no token; a score is given to it all the same."""
+    rows = [{"chosen": "a yes", "rejected": "<|end|>", "margin": 0.0}]
+    [scored] = ranks(1, encode, rows, 40, True)
+    assert len(scored["examples"]) == 4
+    with pytest.raises(RankFailed, match="a side of the pair is a single token"):
+        ranks(1, encode, rows, 40, False)
+
+
 def test_equal_and_long_pairs_are_dropped_and_counted():
     pair = {"prompt": [HI], "chosen": [YO], "rejected": [NO], "margin": 1.5}
     text = {"chosen": "a yes", "rejected": "a no", "margin": 0.0}

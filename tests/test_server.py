@@ -199,6 +199,8 @@ def test_what_was_sampled_goes_on_though_the_client_saw_less_of_it():
             first.usage.completion_tokens,
         ) == ("look ", "stop", 9)
         assert w.said() == [("<|user|>hi<|end|><|assistant|>look Obs:", 9)]
+        [segment] = w.endpoint._sessions[w.session.api_key].conversation.segments
+        assert segment.answer == "look "  # for reward functions
         await asyncio.sleep(0.01)
         assert w.engine.live == 0  # the engine is not asked for the rest
         second = await w.ask(

@@ -567,7 +567,7 @@ def test_the_tokens_of_the_last_completion():
     segment.append_completion(Completion([3, 4], [-1.0, -1.0], True, [0, 0]), Tokenizer())
     segment.append_prompt(Prompt([5], "c", []))
     segment.append_completion(Completion([6, 7, 8], [-1.0] * 3, True, [0] * 3), Tokenizer())
-    assert segment.completion() == [6, 7, 8]
+    assert segment.answer_tokens == [6, 7, 8]
 
 
 # The first reward for mathematics that one writes. math-verify sets alarms.

@@ -227,6 +227,22 @@ def test_a_template_that_knows_calls_by_their_messages_alone():
     play(program, CALL, CALL, "done", "well")
 
 
+def test_such_a_template_takes_the_ids_of_anthropics_calls():
+    async def program(w):
+        w.engine.tokenizer.chat_template = STRICT
+        tools = [{"name": "add", "input_schema": SCHEMA}]
+        first = await w.message(messages=HI, tools=tools)
+        *_, call = first.content
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
+        chat = [*HI, {"role": "assistant", "content": first.model_dump()["content"]}]
+        second = await w.message(
+            messages=[*chat, {"role": "user", "content": [result]}], tools=tools
+        )
+        assert second.content[0].text == "done"
+
+    play(program, CALL, "done")
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -486,6 +502,17 @@ THOUGHTFUL = HARMONY.replace("m.thinking and loop.last", "m.thinking").replace(
     "{%- for m in messages -%}{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls "
     "-%}{{ raise_exception('a tool replies to a call') }}{%- endif -%}",
 )
+
+
+def test_a_call_in_harmony_that_cannot_be_read_is_shown():
+    async def program(w):
+        speak_harmony(w.engine.tokenizer)
+        for shown in ('{"a": , "b": 2}', "1 + 1", ""):
+            choice = (await w.ask(messages=HI, tools=[TOOL])).choices[0]
+            assert (choice.message.content, choice.finish_reason) == (shown, "stop")
+
+    foreign = CALLED.replace("functions.add", "python").replace('{"a": 1, "b": 2}', "1 + 1")
+    play(program, CALLED.replace('{"a": 1', '{"a": '), foreign, THOUGHT)
 
 
 def test_an_answer_with_calls_keeps_its_thoughts():

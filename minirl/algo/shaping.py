@@ -13,6 +13,8 @@ from minirl.algo.token_advantages import Reduce
 from minirl.config.shared import RewardConfig
 from minirl.types.packed import Packed
 
+TIE = 1e-5  # Of an entropy: as much as rounding makes.
+
 
 def normalize(
     rewards: Tensor, stats: list[float], sum_over_ranks: Reduce
@@ -105,9 +107,10 @@ def shape(
 
 
 def mark_high_entropy(batches: list[Packed], share: float, sum_over_ranks: Reduce) -> None:
-    """Set `high_entropy_mask` at that share of the step's tokens with the highest `old_entropy`.
+    """Set `high_entropy_mask` at that share of the tokens with the highest `old_entropy`.
 
-    Wang et al. 2025 (arXiv 2506.01939), eq. 6. Collective.
+    Wang et al. 2025 (arXiv 2506.01939), eq. 6. Collective. What differs by rounding alone, as the
+    first tokens of siblings do, is marked alike.
 
     Args:
         batches: this rank's micro-batches of an optimizer step.
@@ -119,7 +122,7 @@ def mark_high_entropy(batches: list[Packed], share: float, sum_over_ranks: Reduc
     num_marked = math.ceil(share * num_tokens - 1e-9)  # 0.07 * 100 is more than 7
     lowest = kth_largest(entropies.numpy(), num_marked, sum_over_ranks)
     for batch in batches:
-        batch.high_entropy_mask = batch.old_entropy >= lowest
+        batch.high_entropy_mask = batch.old_entropy >= lowest - TIE * abs(lowest)
 
 
 def kth_largest(values: np.ndarray, k: int, sum_over_ranks: Reduce) -> float:

@@ -112,8 +112,8 @@ class AlgoConfig:
     #: 2019). 0: the weight is fixed.
     kl_target: NonNegative = 0.0
     entropy_coef: Finite = 0.0  # Weight of the entropy bonus.
-    #: Policy gradient and bonus count only at this share of a step's tokens, those with the highest
-    #: entropy before its first update (0.2 in arXiv 2506.01939). 0: at all tokens.
+    #: Policy gradient and bonus count only at this share of an update's tokens, those with the
+    #: highest entropy before the step's first update (0.2 in arXiv 2506.01939). 0: at all tokens.
     entropy_share: Share = 0.0
     #: Send each token to the experts that the engine sent it to (R3, arXiv 2510.11370), in all
     #: forwards of the policy; the routers' weights of these experts stay the trainer's. For

@@ -507,6 +507,10 @@ class Pairs(Chats):
             first = next((i for i, (a, b) in tokens if a != b), 0) or 1
             chosen.sampled[:first] = False
             rejected.sampled[:first] = False
+        require(
+            self.score or (chosen.sampled.any() and rejected.sampled.any()),
+            "a side of the pair is a single token, and nothing comes before it; remove the row",
+        )
         chosen.reward = row["margin"]
         return Encoded(sides, (False, False))
 

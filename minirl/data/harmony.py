@@ -61,15 +61,20 @@ def parse(text: str) -> list[Message]:
     return messages
 
 
-def visible_text(text: str) -> str:
+def visible_text(text: str, *, with_calls: bool = False) -> str:
     """Return what the user reads of an answer: all but thoughts and calls.
 
     A text without any message is read as it is.
+
+    Args:
+        text: as `parse` takes it.
+        with_calls: what is said to tools is read, too.
     """
     messages = parse(text)
     if not messages and CHANNEL not in text:
         return _SPECIAL.sub("", text)
-    shown = [m.body for m in messages if m.channel != "analysis" and not m.recipient]
+    said = [m for m in messages if m.channel != "analysis"]
+    shown = [m.body for m in said if with_calls or not m.recipient]
     return "\n".join(shown)
 
 

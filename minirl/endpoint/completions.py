@@ -35,6 +35,7 @@ from minirl.rollout.conversation import (
     Prompt,
     decode,
     decode_after,
+    read_answer,
     speaks_harmony,
     to_message,
 )
@@ -465,14 +466,18 @@ class Choice:
         tokens = [token for token in done.tokens if token not in stop_ids]
         # With the special tokens that begin calls and channels.
         whole, _ = self._cut(decode(self.tokenizer, tokens))
-        if speaks_harmony(self.tokenizer):
-            self.text = harmony.visible_text(whole)
         content, calls = self.reader.read(whole) if self.reader else ("", [])
+        if speaks_harmony(self.tokenizer):  # It shows calls that could not be read.
+            self.text = harmony.visible_text(whole, with_calls=not calls)
         self.finish_reason = "stop" if done.stopped or self.stop_string is not None else "length"
         if calls:
             self.text = content
             self.tool_calls = calls[:1] if self.request.parallel_tool_calls is False else calls
             self.finish_reason = "tool_calls"
+
+    def answer(self) -> str:
+        """Return what reward functions read: the text up to a stop string, with its calls."""
+        return self._cut(read_answer(self.tokenizer, self.completion().tokens))[0]
 
     def completion(self) -> Completion:
         """Return the tokens to train on: those up to the stop string, if one was found."""
@@ -629,6 +634,7 @@ class PendingResponse:
         completion = choice.completion()
         segment = conversation.append_prompt(choice.prompt)
         sampled_text = segment.append_completion(completion, conversation.tokenizer)
+        segment.answer = choice.answer()
         segment.stopped |= choice.stop_string is not None
         calls = choice.calls_to_send()
         message: JSONObject = {"role": "assistant", "content": choice.text, "tool_calls": calls}

@@ -192,8 +192,8 @@ def anthropic_body(response: PendingResponse) -> JSONObject:
     content: list[JSONObject] = []
     if choice.text or not choice.tool_calls:
         content.append({"type": "text", "text": choice.text})
-    for number, (function, arguments) in enumerate(choice.tool_calls):
-        call = {"id": f"toolu_{response.name}_{number}", "name": function, "input": arguments}
+    for (function, arguments), sent in zip(choice.tool_calls, choice.calls_to_send(), strict=True):
+        call = {"id": sent["id"], "name": function, "input": arguments}
         content.append({"type": "tool_use", **call})
     is_stop = choice.stop_string and not choice.tool_calls
     num_read, num_sampled = response.num_tokens()

@@ -47,8 +47,9 @@ class Segment:
     turn_rewards: list[float] = field(default_factory=list)
     num_completions: int = 0
     num_guided: int = 0  # Number of sampled tokens that a grammar put outside the loss.
-    answer_begin: int = 0  # The last completion's place in `tokens`.
-    answer_end: int = 0
+    # Of the last completion, also those that a grammar put there.
+    answer_tokens: list[int] = field(default_factory=list)
+    answer: str = ""  # The last completion of an agent, up to a stop string, with its calls.
     stopped: bool = False  # The last completion ended by itself.
     images: list[ImageSpan] = field(default_factory=list)
     # For an agent's chat: the messages, from the first sampled one on.
@@ -75,9 +76,8 @@ class Segment:
         """
         text = decode_after(tokenizer, self.tokens, completion.tokens)
         self.text += text
-        self.answer_begin = len(self.tokens)
         self.tokens += completion.tokens
-        self.answer_end = len(self.tokens)
+        self.answer_tokens = completion.tokens
         self.stopped = completion.stopped
         guided = completion.guided or [False] * len(completion.tokens)
         drawn = zip(completion.logprobs, completion.versions, guided, strict=True)
@@ -94,10 +94,6 @@ class Segment:
         if completion.stopped and not decode(tokenizer, last, skip_special_tokens=True):
             return text.removesuffix(decode(tokenizer, last))
         return text
-
-    def completion(self) -> list[int]:
-        """Return the tokens of the last completion, with those that a grammar put there."""
-        return self.tokens[self.answer_begin : self.answer_end]
 
     def begins(self, prompt: str | list[int], urls: Sequence[str]) -> bool:
         """Return whether a prompt (a text with images, or tokens) begins with this segment."""

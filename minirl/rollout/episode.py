@@ -384,8 +384,8 @@ class EpisodeRunner:
                 last = segments[-1]
                 e.stopped = last.stopped
                 e.said = last.messages
-                e.answer_tokens = last.completion()
-                e.answer = read_answer(e.conversation.tokenizer, e.answer_tokens)
+                e.answer_tokens = last.answer_tokens
+                e.answer = last.answer
 
     async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.
@@ -434,7 +434,9 @@ class EpisodeRunner:
 def _check_messages(value: Any) -> None:
     """Raise EnvFailed if a value is no list of messages, or has half of a surrogate pair."""
     problem = why_no_messages(value)
-    if not problem and not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+    if not problem and not is_text(
+        json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    ):
         problem = "a text has half of a surrogate pair"
     if problem:
         raise EnvFailed(

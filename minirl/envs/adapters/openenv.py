@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from minirl.base.errors import UserError, require
+from minirl.base.reading import parse_json
 from minirl.data.chat import to_messages
 from minirl.envs import Env, Result, State
 
@@ -93,7 +94,7 @@ class OpenEnv(Env):
                 action = {self.action: state.answer}
             else:
                 blocks = re.findall(r"```(?:json)?\n(.*?)```", state.answer, flags=re.DOTALL)
-                action = json.loads(blocks[-1] if blocks else state.answer)
+                action = parse_json(blocks[-1] if blocks else state.answer)
             reply = self._request("step", action)
         except ValueError as error:  # a mistake of the policy, which gets it as a reply
             return Result(observation=f"That is not an action: {error}")
