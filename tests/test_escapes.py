@@ -3,6 +3,8 @@
 Those that a call of the kernel has to refuse are tried one after the other by one program, which
 says how each ended. Those that use something up are programs of their own."""
 
+import math
+import mmap
 import os
 import platform
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from minirl.sandbox import runner
 from minirl.sandbox.runner import ProgramLimits, run
 
 COLUMN = ("x86_64", "aarch64").index(platform.machine())
@@ -625,6 +628,27 @@ HONEST = {
         "        self.assertEqual(1, 1)\nunittest.main()"
     ),
 }
+
+
+def test_a_file_that_is_mapped_while_files_are_looked_at_is_known(tmp_path, monkeypatch):
+    """A program that was looked at in this moment would be ended, though it has used 9 bytes."""
+    kept = []
+    listdir = os.listdir
+
+    def list_then_map(path: str) -> list[str]:
+        found = listdir(path)
+        if not kept:
+            file = (tmp_path / "a").open("w+b")
+            file.write(b"9" * 9)
+            file.flush()
+            kept.extend([file, mmap.mmap(file.fileno(), 0)])
+            (tmp_path / "a").unlink()
+        return found
+
+    monkeypatch.setattr(os, "listdir", list_then_map)
+    assert 9 <= runner.unnamed_bytes(str(tmp_path), os.getpid()) < math.inf
+    for each in reversed(kept):
+        each.close()
 
 
 @pytest.mark.parametrize("name", HONEST)

@@ -316,17 +316,13 @@ def unnamed_bytes(folder: str, pid: int) -> float:
 
     Infinity: one is neither open nor named, but mapped, so that its size is unknown.
     """
-    open_files: dict[int, int] = {}  # Bytes by inode.
     try:
-        descriptors = os.listdir(f"/proc/{pid}/fd")
+        open_files = _removed_and_open(pid)
         lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+        # Once more: what was opened and mapped meanwhile is among the lines.
+        open_files |= _removed_and_open(pid)
     except OSError:
         return 0  # The program has ended.
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            status = os.stat(f"/proc/{pid}/fd/{descriptor}")
-            if status.st_nlink == 0:
-                open_files[status.st_ino] = _bytes_of(status)
     inside = os.fsencode(folder) + b"/"
     for line in lines:
         # addresses, rights, offset, device, inode, path
@@ -335,6 +331,17 @@ def unnamed_bytes(folder: str, pid: int) -> float:
         if is_removed and fields[5].startswith(inside) and int(fields[4]) not in open_files:
             return math.inf
     return sum(open_files.values())
+
+
+def _removed_and_open(pid: int) -> dict[int, int]:
+    """Return the bytes of files that are removed and open, by inode."""
+    found = {}
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/{pid}/fd/{descriptor}")
+            if status.st_nlink == 0:
+                found[status.st_ino] = _bytes_of(status)
+    return found
 
 
 def remove_folder(root: str, name: str) -> None:
