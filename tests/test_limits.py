@@ -374,6 +374,21 @@ def test_two_thousand_connections():
         assert resident() - before < 60 * MB
 
 
+def test_a_client_that_leaves_with_its_answer_unread_is_forgotten():
+    """It resets the connection, and uvicorn's timer for the next request would keep it."""
+    with serving("ok") as world:
+        for _ in range(20):
+            with connect(world.port) as sock:
+                sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                sock.recv(20)
+                time.sleep(0.01)  # the rest is here, too
+        end = time.monotonic() + 20
+        while world.endpoint._server.server_state.connections and time.monotonic() < end:
+            time.sleep(0.01)
+        timers = [t for t in world.loop._scheduled if t.when() > world.loop.time() + 1e5]
+        assert [timer for timer in timers if not timer.cancelled()] == []
+
+
 def test_connections_have_a_limit():
     with serving("ok", connections=3) as world, contextlib.ExitStack() as stack:
         connections = world.endpoint._server.server_state.connections

@@ -487,6 +487,17 @@ def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
     assert sorted(p.name for p in (tmp_path / "references").iterdir()) == ["step-35"]
 
 
+def test_references_between_a_kept_checkpoint_and_the_newest_are_dropped(tmp_path):
+    """The one that scored best may be from long ago."""
+    for n in (2, 20):
+        (tmp_path / f"checkpoints/step-{n}").mkdir(parents=True)
+    for n in (1, 2, 4, 10, 18, 22, 24):
+        (tmp_path / f"references/step-{n}").mkdir(parents=True)
+    finding.drop_references(tmp_path, 24)
+    left = sorted(int(p.name[5:]) for p in (tmp_path / "references").iterdir())
+    assert left == [2, 18, 22, 24]
+
+
 def test_a_teacher_teaches(runs):
     """An untrained student's KL to a teacher that has seen words falls by more than two thirds,
     though no reward is ever earned."""

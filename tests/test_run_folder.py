@@ -792,6 +792,7 @@ def changed(cfg, name, value):
         (RLConfig, "critic.model", "other"),
         (RLConfig, "reward.model", "other"),
         (RLConfig, "sft.num_steps", 3),
+        (RLConfig, "algo.advantage", "gae"),
         (SFTConfig, "batch_size", 3),
         (SFTConfig, "data.max_tokens", 30),
         (SFTConfig, "data.train_on", "last_turn"),

@@ -149,6 +149,14 @@ def test_filters_and_orders(run):
     assert groups_of(run, search="completion") == []  # a name in the file, and no text
 
 
+def test_a_folder_that_has_not_changed_is_not_read_again(run, monkeypatch):
+    table = Table(run / "rollouts")
+    table.refresh()
+    assert len(table.rows)
+    monkeypatch.setattr(trajectories.index, "parts", lambda folder: pytest.fail("it is read"))
+    table.refresh()
+
+
 def test_a_search_finds_what_is_new(run, tmp_path):
     copy = tmp_path / "growing"
     shutil.copytree(run, copy)

@@ -139,18 +139,19 @@ def resume(run: Path, world: World, read: Callable[[Path], T]) -> tuple[Path, T]
 def drop_references(run: Path, step: int) -> None:
     """Delete references that no checkpoint of the run would resume with.
 
-    A checkpoint resumes with the newest reference that is not newer than itself, so those before
-    the one of the oldest checkpoint go.
+    A checkpoint resumes with the newest reference that is not newer than itself. Those after the
+    newest checkpoint's stay, too: the next checkpoint may resume with them.
 
     Args:
         run: the folder of the run.
-        step: stands for the oldest checkpoint if none is finished.
+        step: stands for a checkpoint if none is finished.
     """
-    oldest = min(finished(run), default=step)
     references = finished(run, "references")
-    oldest_in_use = max((n for n in references if n <= oldest), default=0)
+    in_use = set()
+    for checkpoint in finished(run) or [step]:
+        in_use.add(max((n for n in references if n <= checkpoint), default=0))
     for n, path in references.items():
-        if n < oldest_in_use:
+        if n < max(in_use) and n not in in_use:
             remove(path)
 
 

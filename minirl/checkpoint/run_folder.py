@@ -197,5 +197,10 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
                 f"{decided}; set it as it was, or start in another output folder (if it is the "
                 f"same thing at another place, change {path}, too)",
             )
+        require(
+            name != "algo.advantage" or now != "gae",
+            f"resume: {name} = {now!r}, and the run was begun with {before!r}: it has no critic; "
+            "set it as it was, or start in another output folder",
+        )
         changed.append(f"{name} {before!r} -> {now!r}")
     return changed

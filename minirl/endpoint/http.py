@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minirl.base.errors import UserError
 from minirl.config.shared import LimitsConfig
@@ -165,7 +166,7 @@ def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server
     app = Starlette(routes=list(routes), exception_handlers=dict.fromkeys(kinds, answer))
     config = uvicorn.Config(
         _OneLength(app),
-        http="h11",
+        http=_Connection,
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -181,6 +182,18 @@ def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server
         timeout_graceful_shutdown=5,
     )
     return uvicorn.Server(config)
+
+
+class _Connection(H11Protocol):
+    """A connection that is forgotten however it ends.
+
+    If the client leaves without reading all, uvicorn's timer of `timeout_keep_alive` keeps it.
+    """
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer, too."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
 
 
 class _OneLength:

@@ -71,6 +71,7 @@ class Table:
         self.rows = np.zeros(0, ROW)
         self.groups = np.zeros(0, GROUP)
         self.tokenizer: Tokenizer | None = None  # That the run has left.
+        self.time = 0  # When the folder was changed last, as far as it was read, in ns.
         self.seen: dict[int, tuple] = {}  # By step: the files that were read, as they were then.
         self.by_step: dict[int, np.ndarray] = {}  # ROW [N] by step.
 
@@ -79,7 +80,14 @@ class Table:
         return sorted(self.by_step)
 
     def refresh(self) -> None:
-        """Read what has changed since the last call."""
+        """Read what has changed since the last call.
+
+        Files appear by a rename, which changes the folder, so that its time tells of any.
+        """
+        time = self.folder.stat().st_mtime_ns if self.folder.exists() else 0
+        if time == self.time:
+            return
+        self.time = time
         parts: dict[int, list[index.Part]] = {}
         for part in index.parts(self.folder):
             parts.setdefault(part.step, []).append(part)
