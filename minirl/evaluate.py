@@ -67,6 +67,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             tokenizer=tokenizer,
         )
         example = env_maker.example
+        inputs.check_endpoint(cfg, example)
         if example.graded:
             rewards.check_supported()
     folders = {"model": folder}

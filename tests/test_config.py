@@ -20,7 +20,9 @@ from minirl.config.validate import (
     validate_sampling,
     validate_supervised,
 )
+from minirl.envs import Agent, Env
 from minirl.run.evaluation import eval_sampling
+from minirl.run.inputs import check_endpoint
 from run_folders import save_config
 
 
@@ -500,6 +502,7 @@ IMPOSSIBLE = [
     ),
     ({"critic__value_clip": -1.0}, "critic.value_clip = -1.0 should be greater than or equal to 0"),
     ({"critic__ema_decay": 0.9}, "critic.ema_decay = 0.9: a critic is not exported"),
+    ({"critic__scratch__hidden_size": 8}, "critic.scratch = ScratchConfig"),
     ({"algo__gamma": 0.0}, "algo.gamma = 0.0 should be greater than 0"),
     ({"rollout__keep_inside": (0.5, 0.5)}, "rollout.keep_inside = (0.5, 0.5): its first number"),
     (
@@ -657,6 +660,25 @@ def test_an_evaluation_samples_as_eval_says_and_else_as_rollout():
     shorter = eval_sampling(cfg, (2,))
     assert (shorter.max_tokens, shorter.top_p) == (500, 0.9)
     assert cfg.eval_extra_tokens == 0
+
+
+def test_an_episode_may_have_fewer_tokens_than_an_answer():
+    """A context has room for both, whichever is more."""
+    for most, longest in ((100, 512), (1000, 1256)):
+        cfg = changed(RLConfig, env__max_tokens=most, data__train="a.jsonl", policy__model="x")
+        check_rl(cfg, 1)
+        assert cfg.engine.max_model_len == longest
+
+
+def test_one_port_is_not_for_several_engines(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    cfg = changed(RLConfig, endpoint__port=8000)
+    check_endpoint(cfg, Env())
+    with pytest.raises(UserError, match="endpoint.port = 8000: this machine has several engines"):
+        check_endpoint(cfg, Agent())
+    check_endpoint(changed(RLConfig), Agent())
+    check_endpoint(changed(RLConfig, endpoint__port=8000, parallel__generators=1), Agent())
+    check_endpoint(changed(RLConfig, endpoint__port=8, engine__tensor_parallel_size=2), Agent())
 
 
 def test_sampling_may_be_truncated_where_nothing_is_trained():

@@ -390,10 +390,14 @@ def test_a_client_that_leaves_with_its_answer_unread_is_forgotten():
 
 
 def test_connections_have_a_limit():
-    with serving("ok", connections=3) as world, contextlib.ExitStack() as stack:
+    with serving("ok", "ok", connections=3) as world, contextlib.ExitStack() as stack:
         connections = world.endpoint._server.server_state.connections
-        for _ in range(3):
+        for _ in range(2):
             stack.enter_context(connect(world.port))
+        until(lambda: len(connections) == 2)
+        assert ask(world) == "ok"  # the third
+        until(lambda: len(connections) == 2)
+        stack.enter_context(connect(world.port))
         until(lambda: len(connections) == 3)
         with pytest.raises(openai.InternalServerError):  # 503, after which clients try again
             ask(world)
@@ -495,10 +499,11 @@ def test_a_bad_request_does_not_spoil_its_neighbours():
             assert messages[2] == "query 0: half a character" and "limits.prompts" in messages[-1]
 
 
-def test_the_reward_server_has_a_key_and_limits(monkeypatch):
+def test_the_reward_server_has_a_key_and_limits(monkeypatch, capsys):
     monkeypatch.setenv("REWARD_KEY", "s3cret")
     reward = {"prompt": "q", "rendered_prompt": "ab"}
     with scoring(lengths, api_key_env="REWARD_KEY") as url:
+        assert f"rewards are served at {url}" in capsys.readouterr().err
         port = int(url.split(":")[2].split("/")[0])
         for key in (None, "s3cre", "s3crét"):
             headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}

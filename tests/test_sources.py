@@ -421,6 +421,9 @@ def test_where_a_row_is_from(tmp_path):
         "one",
         "7",
     ]
+    levels = [{"prompt": str(n), "level": level} for n, level in enumerate((0, False, "", None))]
+    found = rows_of(jsonl(tmp_path / "three.jsonl", levels), source_key="level")
+    assert [row.get("data_source") for row in found] == ["0", "False", None, None]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ import pytest
 
 from in_memory import ALONE, memory_rows
 from minirl.base.errors import UserError
+from minirl.base.oversight import Oversight
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.engine.loop import Completion
 from minirl.envs.adapters.openrlhf import extract_boxed_answer, grade_answer
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import Answer, RewardCall, adapters, graders
-from minirl.rewards.loading import make_rewards, try_rewards
+from minirl.rewards.loading import ProcessReward, make_rewards, try_rewards
 from minirl.rollout.conversation import Conversation, Prompt
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
@@ -673,6 +674,26 @@ def test_a_function_that_refuses_the_made_up_completion_is_taken(file, capsys, n
     rewards = tried(f"{file(MATHS if name == 'refuses' else plain)}:{name}")
     assert "raised IndexError: list index out of range for prompt '6 * 7" in capsys.readouterr().err
     assert rewards(TEXT, "Result: 3") == 3.0
+
+
+def test_the_time_of_a_call_begins_when_a_worker_is_free(file):
+    watch = Oversight()
+    name = f"{file('def f(prompt, completion, row): return 2.0')}:f"
+    process = ProcessReward(name, None, 1, watch)
+    worker = process.free.get()  # the only one
+
+    def call() -> tuple[list, float]:
+        with watch.limit(10.0, str) as limit:
+            values = process.score_all([Answer(row=TEXT, completion="x", call=RewardCall())])
+            return values, limit.deadline
+
+    with ThreadPoolExecutor(1) as thread:
+        called = thread.submit(call)
+        while not watch.limits:
+            time.sleep(0.01)
+        watch.clock = 100.0
+        process.free.put(worker)
+        assert called.result(60) == ([2.0], 110.0)
 
 
 def test_a_run_with_functions_of_trl(file, tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 from minirl.base.errors import UserError, require
 from minirl.base.reading import is_file, read_text
 from minirl.config.parse import flatten
-from minirl.config.policy import Dtype, LoraConfig, ParallelConfig, PolicyConfig
+from minirl.config.policy import Dtype, LoraConfig, ParallelConfig, PolicyConfig, ScratchConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, PairsConfig, SupervisedConfig
@@ -82,7 +82,8 @@ def resolve_lengths(cfg: RLConfig | EvaluateConfig) -> None:
     if not cfg.env.max_tokens:
         cfg.env.max_tokens = cfg.env.max_turns * cfg.rollout.max_tokens
     if not cfg.engine.max_model_len:
-        cfg.engine.max_model_len = cfg.data.max_prompt_tokens + cfg.env.max_tokens
+        longest = max(cfg.env.max_tokens, cfg.rollout.max_tokens)
+        cfg.engine.max_model_len = cfg.data.max_prompt_tokens + longest
 
 
 def resolve_learning_rates(cfg: TrainingConfig) -> None:
@@ -214,6 +215,9 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
         ),
         "critic.model: leave it empty, and the critic starts as the policy does": (
             critic.model == "scratch"
+        ),
+        "critic.scratch: a critic has the policy's model, or critic.model; leave it out": (
+            critic.scratch != ScratchConfig()
         ),
         "critic.ema_decay: a critic is not exported, its average would be lost; set it to 0": (
             critic.ema_decay

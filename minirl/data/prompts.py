@@ -67,8 +67,9 @@ def _to_prompt(
     data_source = raw.get(cfg.source_key)
     if data_source is None and cfg.source_key == "data_source":
         data_source = raw.get("datasource")
-    if data_source or several:
-        row["data_source"] = str(data_source or source.name)
+    name = "" if data_source is None else str(data_source)
+    if name or several:
+        row["data_source"] = name or source.name
     return row
 
 

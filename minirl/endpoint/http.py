@@ -174,7 +174,7 @@ def make_server(routes: Sequence[Route], limits: LimitsConfig) -> uvicorn.Server
         log_level="error",  # a bad request is the client's affair
         access_log=False,
         backlog=_BACKLOG,
-        limit_concurrency=limits.connections,
+        limit_concurrency=limits.connections + 1,  # From so many on it refuses.
         h11_max_incomplete_event_size=limits.head_kb * 1024,
         # The loop stands still for minutes while the trainer trains, and a connection that was
         # silent in this time must not be closed.

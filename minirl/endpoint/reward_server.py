@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from minirl.base.errors import UserError, require
+from minirl.base.log import say
 from minirl.base.reading import key_of_environment
 from minirl.config.supervised import ServeConfig
 from minirl.endpoint import http
@@ -64,6 +65,8 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
 
     routes = [Route(path, get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
     with http.bind(cfg.host, cfg.port) as bound_socket:
+        port = bound_socket.getsockname()[1]
+        say(f"rewards are served at http://{cfg.host}:{port}/get_reward")
         asyncio.run(http.make_server(routes, cfg.limits).serve([bound_socket]))
 
 

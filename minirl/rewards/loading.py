@@ -19,6 +19,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +130,7 @@ def try_rewards(rewards: Rewards, prompts: Prompts, num_threads: int, mesh: Worl
         if not mesh.gather(uses_signals)[0]:
             continue
         with errors_of_all(mesh):
-            process = ProcessReward(name, function, num_workers)
+            process = ProcessReward(name, function, num_workers, rewards.watch)
             rewards.weighted[number] = (weight, process, name)
             if mesh.rank == 0:
                 say(
@@ -213,12 +214,13 @@ class ProcessReward(AdaptedReward):
         name: of the function, as reward.function has it.
         function: the function, if it is another library's.
         num_workers: calls that can run at once.
+        watch: of this process. The time of a call begins when a worker is free.
 
     Raises:
         UserError: the workers do not start.
     """
 
-    def __init__(self, name: str, function: object, num_workers: int):
+    def __init__(self, name: str, function: object, num_workers: int, watch: Oversight):
         self.name = name
         self.function = function
         self.together = isinstance(function, AdaptedReward) and function.together
@@ -234,6 +236,7 @@ class ProcessReward(AdaptedReward):
             | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])}
             | {"OMP_NUM_THREADS": "1"},
         )
+        self.watch = watch
         self.free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         for own, inner in pairs:
             inner.close()
@@ -250,6 +253,9 @@ class ProcessReward(AdaptedReward):
             UserError: The function fails, or its process has ended.
         """
         worker = self.free.get()
+        for limit in self.watch.limits.copy():
+            if limit.thread == threading.get_ident():
+                self.watch.renew(limit)
         try:
             worker.send_bytes(pickle.dumps(answers))
             reply = worker.recv_bytes()

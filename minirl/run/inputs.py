@@ -56,6 +56,7 @@ from minirl.data.tokenizer import (
     use_template,
 )
 from minirl.data.vision import Vision, read_vision
+from minirl.envs import Agent, Env
 from minirl.envs.registry import make_env
 from minirl.model import build, causal, checks, families, scratch
 from minirl.model.loading import open_weights
@@ -145,6 +146,7 @@ class Inputs:
                 cfg.env.name != "single_turn" or cfg.env.max_turns == 1,
                 f"env.max_turns = {cfg.env.max_turns}: single_turn has one answer; leave it at 1",
             )
+            check_endpoint(cfg, env)
             if env.graded:
                 self.rewards.check_supported()
 
@@ -300,6 +302,27 @@ def check_engines(cfg: EngineConfig, mesh: World, first: int = 0) -> None:
     if mesh.device.type == "cpu":
         num_ranks = cfg.tensor_parallel_size
         check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh, first)
+
+
+def check_endpoint(cfg: RLConfig | EvaluateConfig, example: Env) -> None:
+    """Refuse one port for the endpoints of several engines on this machine.
+
+    Args:
+        cfg: the program's config.
+        example: an environment of the run.
+
+    Raises:
+        UserError: so it is.
+    """
+    num_ranks = ranks_of_node()
+    if isinstance(cfg, RLConfig) and cfg.parallel.generators:
+        num_ranks = min(num_ranks, cfg.parallel.generators)
+    is_shared = isinstance(example, Agent) and num_ranks > cfg.engine.tensor_parallel_size
+    require(
+        not (is_shared and cfg.endpoint.port),
+        f"endpoint.port = {cfg.endpoint.port}: this machine has several engines, and each has an "
+        "endpoint; set it to 0, and each takes a free one",
+    )
 
 
 def check_same_models(folders: dict[str, Path], mesh: World) -> None:
