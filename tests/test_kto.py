@@ -2,10 +2,12 @@
 the rows of a step in their order, programs resume and learn."""
 
 import json
+import random
 import shutil
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from minirl.batch.packing import pack
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
+from minirl.data import examples
 from minirl.data.examples import Labelled
 from minirl.data.formats import open_examples
 from minirl.model.scratch import make_tokenizer
@@ -388,6 +391,49 @@ def test_the_estimate_takes_an_answer_to_another_prompt():
     assert len(others) == 8
     for _, _, _, prompt, answer, _ in others:
         assert ("0" in prompt) == (answer[0] in "efgh")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_is_the_nearest_such_row_before_it(world):
+    """Many rows have one of three prompts, and some rows are too long."""
+    rng = random.Random(5)
+    questions = [rng.choice("001") if number % 7 else "2" for number in range(60)]
+    rows = []
+    for number, question in enumerate(questions):
+        content = f"{number:02}" + "x" * 60 * (rng.random() < 0.2)
+        answer = {"role": "assistant", "content": content}
+        turns = [{"role": "user", "content": question}, answer]
+        rows.append({"messages": turns, "trained": [1], "label": True})
+    results = ranks(world, encode, rows, 40)
+    found = {e[:2]: e for result in results for e in result["examples"]}
+    order = results[0]["order"]
+    is_kept = [(place, 0) in found for place in range(60)]
+    assert 30 < sum(is_kept) < 60
+    for place in np.flatnonzero(is_kept):
+        before = place - 1
+        while not is_kept[before] or questions[order[before]] == questions[order[place]]:
+            before -= 1
+        assert found[place, 1][4][:2] == f"{order[before]:02}"
+
+
+def count_comparisons(mesh, num_rows: int) -> int:
+    """How many prompts are taken from rows, nearly all of which have the same one."""
+    asked = []
+    prompt_of = examples._prompt_of
+    with mock.patch.object(examples, "_prompt_of", lambda t: asked.append(0) or prompt_of(t)):
+        rows = []
+        for number in range(num_rows):
+            answer = {"role": "assistant", "content": "a"}
+            question = {"role": "user", "content": "q" if number else "other"}
+            rows.append({"messages": [question, answer], "trained": [1], "label": True})
+        encode(mesh, rows, 40)
+    return len(asked)
+
+
+def test_rows_of_one_prompt_are_not_walked_over_for_each_of_them():
+    (few,) = ranks(1, count_comparisons, 50)
+    (many,) = ranks(1, count_comparisons, 400)
+    assert many < 5 * 400 and few <= 5 * 50
 
 
 # --------------------------------------------------------------------------------------------------

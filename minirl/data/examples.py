@@ -525,6 +525,8 @@ class Labelled(Chats):
 
     mismatched = True
     lost_names = ("rows_too_long", "rows_dropped")
+    # The rows of a step, and what `_place_of_other_prompt` has found in it, by place.
+    found_in: tuple[list[int], dict[int, int | None]] = ([], {})
 
     def encode(self, row: dict) -> Encoded:
         """Return the trajectory of a row; none if it is too long, or has nothing in the loss."""
@@ -553,17 +555,15 @@ class Labelled(Chats):
         encoded = self._encode_row(rows[place])
         if not self.mismatched or not encoded.trajectories:
             return encoded
-        (t,) = encoded.trajectories
-        num_prompt = prompt_length(t)
-        for distance in range(1, len(rows)):
-            others = self._encode_row(rows[place - distance]).trajectories  # none: it is dropped
-            if others and _prompt_of(others[0]) != _prompt_of(t):
-                break
-        else:
+        other_place = self._place_of_other_prompt(rows, place)
+        if other_place is None:
             return encoded
-        begin = prompt_length(others[0])
-        tokens = np.concatenate([t.tokens[:num_prompt], others[0].tokens[begin:]])
-        sampled = np.concatenate([np.zeros(num_prompt, bool), others[0].sampled[begin:]])
+        (t,) = encoded.trajectories
+        (other,) = self._encode_row(rows[other_place]).trajectories
+        num_prompt = prompt_length(t)
+        begin = prompt_length(other)
+        tokens = np.concatenate([t.tokens[:num_prompt], other.tokens[begin:]])
+        sampled = np.concatenate([np.zeros(num_prompt, bool), other.sampled[begin:]])
         mismatched = replace(
             t,
             tokens=tokens[: self.max_tokens],
@@ -573,6 +573,32 @@ class Labelled(Chats):
             episode=MISMATCHED,
         )
         return Encoded([t, mismatched], encoded.lost)
+
+    def _place_of_other_prompt(self, rows: list[int], place: int) -> int | None:
+        """Return the place of the nearest row before it with another prompt; None: there is none.
+
+        That of a row with the same prompt is also this row's, so that many such rows in a step are
+        not walked over again for each of them.
+        """
+        if self.found_in[0] is not rows:
+            self.found_in = rows, {}
+        known = self.found_in[1]
+        (t,) = self._encode_row(rows[place]).trajectories
+        prompt = _prompt_of(t)
+        found = None
+        for distance in range(1, len(rows)):
+            before = (place - distance) % len(rows)
+            others = self._encode_row(rows[before]).trajectories
+            if not others:  # it is dropped
+                continue
+            if _prompt_of(others[0]) != prompt:
+                found = before
+                break
+            if before in known:
+                found = known[before]
+                break
+        known[place] = found
+        return found
 
 
 def _prompt_of(t: Trajectory) -> tuple[list[int], list[str]]:

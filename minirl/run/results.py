@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,7 @@ def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
         return
     kept = []
     num_torn = 0
-    for line in path.read_bytes().split(b"\n"):
-        if not line.strip():
-            continue
+    for line in lines_of(path):
         try:
             row = json.loads(line)
             phase = str(row["phase"])
@@ -119,21 +118,32 @@ def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
             continue
         is_warm_start = phase == "sft" or step < 0
         if keep_sft if is_warm_start else step < keep_before:
-            kept.append(line.decode() + "\n")
+            kept.append(line + b"\n")
     if num_torn:
         say(f"{path}: {num_torn} lines that are no rows (written only in part?) are left out")
-    write_whole(path, "".join(kept))
+    write_whole(path, b"".join(kept))
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that have something, without their ends; only one is in memory."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield line.removesuffix(b"\n")
 
 
 def read_rows(path: Path) -> list[dict]:
     """Return the rows of metrics.jsonl, without one at the end that is being written."""
+    return list(rows_of(path))
+
+
+def rows_of(path: Path) -> Iterator[dict]:
+    """Yield what `read_rows` returns, of which the rows of a long run would fill the memory."""
     if not path.exists():
-        return []
-    rows = []
-    for line in path.read_bytes().split(b"\n"):
+        return
+    for line in lines_of(path):
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+            yield json.loads(line)
 
 
 def write_curves(folder: Path) -> None:
@@ -141,13 +151,12 @@ def write_curves(folder: Path) -> None:
     # pyplot would keep figures and may look for a screen.
     from matplotlib.figure import Figure
 
-    rows = read_rows(folder / "metrics.jsonl")
-    curves = {}
-    for title, (phase, name) in PANELS.items():
-        points = [(r["step"], r[name]) for r in rows if r["phase"] == phase and name in r]
-        if points:
-            curves[title] = points
-
+    curves: dict[str, list[tuple[int, float]]] = {title: [] for title in PANELS}
+    for row in rows_of(folder / "metrics.jsonl"):
+        for title, (phase, name) in PANELS.items():
+            if row["phase"] == phase and name in row:
+                curves[title].append((row["step"], row[name]))
+    curves = {title: points for title, points in curves.items() if points}
     num_columns = min(3, len(curves))
     num_rows = math.ceil(len(curves) / 3)
     figure = Figure(figsize=(12, 6))

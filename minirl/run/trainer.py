@@ -199,7 +199,7 @@ class TrainingRun:
 
         It hides all that was of the run's first step or a later one, and counts imitation alike.
         """
-        for row in results.read_rows(self.output / "metrics.jsonl"):
+        for row in results.rows_of(self.output / "metrics.jsonl"):
             step = row.pop("step")
             if row.pop("phase") == "sft" and step >= self.first_step:
                 for name, value in row.items():
