@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ from minirl.rollout import records
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.sampler import GroupScheduler
-from minirl.run import results
+from minirl.run import evaluation, results
 from minirl.run.evaluation import evaluate
 from minirl.run.inputs import check_output, find_model
 from minirl.supervise.watch import Watch
@@ -477,6 +478,18 @@ def test_an_evaluation_without_answers_says_why(troubles, why):
     prompts = SimpleNamespace(rows=[1, 2, 3])
     with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):
         evaluate(sampler, prompts, EvaluateConfig().eval, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_evaluation_says_how_far_it_is(rank, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation, "SECONDS_BETWEEN_WORDS", 0.01)
+    groups = {n: SimpleNamespace(finished=n < 2) for n in range(5)}
+    ran = SimpleNamespace(groups=groups)
+    sampler = SimpleNamespace(mesh=SimpleNamespace(rank=rank), evaluation=ran)
+    with evaluation.telling_progress(sampler, 9):  # type: ignore[arg-type]
+        time.sleep(0.2)
+    said = "evaluation: 2 prompts answered on rank 0, of 9 in all"
+    assert (said in capsys.readouterr().err) == (rank == 0)
 
 
 def test_a_prompt_longer_than_the_context_is_cut_short_without_a_crash():

@@ -1,6 +1,9 @@
 """Accuracy, pass@k and mean reward on held-out prompts."""
 
+import contextlib
 import itertools
+import threading
+from collections.abc import Iterator
 
 from minirl.base.errors import UserError
 from minirl.base.log import say
@@ -14,6 +17,7 @@ from minirl.train.frozen import RewardModel
 from minirl.types.packed import Trajectory
 
 NUM_SHOWN = 5  # Prompts with answers that people may read.
+SECONDS_BETWEEN_WORDS = 60.0  # Of how far an evaluation is.
 
 
 def eval_sampling(cfg: SamplingConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -49,12 +53,38 @@ def evaluate(
     Raises:
         UserError: no prompt got an answer.
     """
-    trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    num_prompts = len(prompts.rows)
+    with telling_progress(sampler, num_prompts):
+        trajectories = sampler.collect(prompts, range(num_prompts), cfg.samples, sampling)
     if trajectories is None:
         return None
     reasons = sampler.evaluation.runner.troubles[:1]
-    num_prompts = len(prompts.rows)
     return score(trajectories, reasons, num_prompts, cfg, reward_model, sampler.mesh, num_shown)
+
+
+@contextlib.contextmanager
+def telling_progress(sampler: Sampler, num_prompts: int) -> Iterator[None]:
+    """Say each minute of the block how many prompts have been answered on rank 0.
+
+    Args:
+        sampler: runs the evaluation.
+        num_prompts: those of all ranks.
+    """
+    is_over = threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(SECONDS_BETWEEN_WORDS):
+            groups = list(sampler.evaluation.groups.values())
+            num_answered = sum(group.finished for group in groups)
+            say(f"evaluation: {num_answered} prompts answered on rank 0, of {num_prompts} in all")
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    if sampler.mesh.rank == 0:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def score(
