@@ -433,7 +433,8 @@ def count_comparisons(mesh, num_rows: int) -> int:
 def test_rows_of_one_prompt_are_not_walked_over_for_each_of_them():
     (few,) = ranks(1, count_comparisons, 50)
     (many,) = ranks(1, count_comparisons, 400)
-    assert many < 5 * 400 and few <= 5 * 50
+    # Of this step, and as much of the next one as is encoded by then.
+    assert few <= 10 * 50 and many <= 10 * 400
 
 
 # --------------------------------------------------------------------------------------------------
