@@ -11,6 +11,7 @@ import socket
 import subprocess
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -262,14 +263,21 @@ def test_two_torchruns_of_one_machine_end_together(world, tmp_path):
     assert "rank 3" in error and "called os._exit(4)" in error
 
 
-def find_inputs(mesh, folders: list[Path], cases: dict[str, list[str]]) -> dict[str, str]:
-    """What is said of each case where a rank has a host name and a working folder of its own."""
+def what_is_said(
+    mesh,
+    folders: list[Path],
+    check: Callable,
+    config: type,
+    cases: dict[str, list[str]],
+) -> dict[str, str]:
+    """What check(cfg, mesh) says of the flags of each case where a rank has a host name and a
+    working folder of its own."""
     os.chdir(folders[mesh.rank])
     said = {}
     with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
         for name, flags in cases.items():
             try:
-                Inputs(parse_flags(RLConfig, flags), mesh)
+                check(parse_flags(config, flags), mesh)
                 said[name] = ""
             except UserError as error:
                 said[name] = str(error)
@@ -302,7 +310,7 @@ def test_files_of_another_machine_are_looked_at(world, tmp_path):
         "apart": ["--engine.tensor-parallel-size", 2],
     }
     cases = {name: [str(flag) for flag in [*good, *own]] for name, own in changed.items()}
-    told, by_second = ranks(2, find_inputs, folders, cases)
+    told, by_second = ranks(2, what_is_said, folders, Inputs, RLConfig, cases)
     assert told == by_second and told["good"] == ""
     where = "(so on host-1 (rank 1), and not on host-0 (rank 0); every machine"
     assert "policy.model = './lone' is neither a folder" in told["no model"]
@@ -317,18 +325,6 @@ def test_files_of_another_machine_are_looked_at(world, tmp_path):
     assert "engine.tensor_parallel_size = 2 puts ranks of host-0 (rank 0), host-1" in told["apart"]
 
 
-def evaluate_here(mesh, folders: list[Path], cases: dict[str, list[str]]) -> dict[str, str]:
-    """As `find_inputs`, of evaluations."""
-    os.chdir(folders[mesh.rank])
-    said = {}
-    with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
-        for name, flags in cases.items():
-            with pytest.raises(UserError) as error:
-                evaluate.main(parse_flags(EvaluateConfig, flags), mesh)
-            said[name] = str(error.value)
-    return said
-
-
 def test_an_evaluation_looks_at_other_machines(world, tmp_path):
     folders = [tmp_path / "host-0", tmp_path / "host-1"]
     for folder in folders:
@@ -338,25 +334,10 @@ def test_an_evaluation_looks_at_other_machines(world, tmp_path):
     config.write_text('{"eos_token_id": 3}')
     flags = ["--model", "./model", "--data.eval", "rows.jsonl", "--reward.function", "exact"]
     cases = {"another model": flags, "apart": [*flags, "--engine.tensor-parallel-size", "2"]}
-    told, by_second = ranks(2, evaluate_here, folders, cases)
+    told, by_second = ranks(2, what_is_said, folders, evaluate.main, EvaluateConfig, cases)
     assert told == by_second
     assert told["another model"].startswith("the size of generation_config.json of the model is")
     assert "engine.tensor_parallel_size = 2 puts ranks of host-0 (rank 0), host-1" in told["apart"]
-
-
-def find_named(mesh, folders: list[Path], cases: dict[str, list[str]]) -> dict[str, str]:
-    """What is said of the files that a config names, as if each rank had a machine of its own."""
-    os.chdir(folders[mesh.rank])
-    said = {}
-    with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
-        for name, flags in cases.items():
-            cfg = parse_flags(RLConfig, [*flags, "--policy.model", "scratch"])
-            try:
-                lifecycle.check_files(cfg, mesh)
-                said[name] = ""
-            except UserError as error:
-                said[name] = str(error)
-    return said
 
 
 def test_functions_and_templates_of_another_machine_are_compared(tmp_path):
@@ -376,8 +357,9 @@ def test_functions_and_templates_of_another_machine_are_compared(tmp_path):
         "template": ["--data.chat-template", "other.jinja"],
         "lone": ["--env.name", "lone.py:Env"],
     }
-    cases = {name: ["--data.train", "rows.jsonl", *flags] for name, flags in cases.items()}
-    told, by_second = ranks(2, find_named, folders, cases)
+    always = ["--data.train", "rows.jsonl", "--policy.model", "scratch"]
+    cases = {name: [*always, *flags] for name, flags in cases.items()}
+    told, by_second = ranks(2, what_is_said, folders, lifecycle.check_files, RLConfig, cases)
     assert told == by_second and told["good"] == ""
     for name, file in (
         ("reward", "reward.function = other.py"),

@@ -49,7 +49,7 @@ class EngineConfig:
     tensor_parallel_size: PositiveInt = 1  # Consecutive ranks that share one engine.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the dtype of policy.dtype.
     #: Longest context in tokens, prompts and answers together. 0: data.max_prompt_tokens +
-    #: env.max_tokens.
+    #: env.max_tokens (or rollout.max_tokens, if that is more).
     max_model_len: NonNegativeInt = 0
     #: Sequences that an engine generates at once. 0: on CUDA its share of a step's answers, between
     #: 256 and 1024; on CPU 256. More fill a large GPU better, and cost CUDA graphs and logits. vLLM
