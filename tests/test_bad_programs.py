@@ -63,7 +63,7 @@ DPO = "--policy.model {world}/model --data.train {world}/pairs.jsonl --output {w
 DPO += "--data.held-out 4 --data.max-tokens 128 "
 SFT = "--policy.model {world}/model --data.train {world}/examples.jsonl --output {world}/out "
 SFT += "--data.max-tokens 128 "
-ENDLESS = "--data.chat-template {world}/endless.jinja --timeout-minutes 0.1"
+ENDLESS = "--data.chat-template {world}/endless.jinja --timeout-minutes 0.04"
 # name -> program, flags, and what the message must say
 CASES = {
     "a key twice": ("rl", "--config {world}/twice.yaml", "'seed' is there twice"),
@@ -87,8 +87,8 @@ CASES = {
         RL + "--data.chat-template {world}/zero.jinja",
         "ZeroDivisionError",
     ),
-    "a template without an end": ("rl", RL + ENDLESS, "timeout_minutes = 0.1"),
-    "a template without an end, in sft": ("sft", SFT + ENDLESS, "timeout_minutes = 0.1"),
+    "a template without an end": ("rl", RL + ENDLESS, "timeout_minutes = 0.04"),
+    "a template without an end, in sft": ("sft", SFT + ENDLESS, "timeout_minutes = 0.04"),
     "a template without an end, in evaluate": ("evaluate", EVALUATE + ENDLESS, "to render a first"),
     "output in /proc": ("rl", RL + "--output /proc/run", "output = /proc/run"),
     "output below a file": ("rl", RL + "--output {world}/file/run", "file/run"),

@@ -33,6 +33,7 @@ from minirl.data.formats import open_examples
 from minirl.data.order import read_rows
 from minirl.data.rows import Order
 from minirl.model.scratch import make_tokenizer
+from minirl.run import supervised
 from minirl.run.supervised import SupervisedTrainer, make_minibatch
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
@@ -832,6 +833,26 @@ def test_a_run_ends_where_its_held_out_loss_reaches_stop_at(tmp_path):
 
     with pytest.raises(RankFailed, match="an evaluation has no score 'source/a/x'; it has loss"):
         ranks(1, train, flags(folder, source, tmp_path / "x", "--stop-at", "source/a/x", 1))
+
+
+def train_with_small_evaluations(mesh, given, rows):
+    supervised.ROWS_OF_PART = rows
+    train(mesh, given)
+
+
+def test_held_out_rows_in_parts_have_the_scores_of_all(tmp_path):
+    """Six rows with 4 to 40 tokens each: parts of 4 and 2, and of 5 and 1, on two ranks."""
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    source = written(tmp_path / "a.jsonl", conversations(30))
+    float64 = ("--policy.dtype", "float64", "--num-steps", 2)
+    scores = {}
+    for rows in (6, 4, 5):
+        given = flags(folder, source, tmp_path / str(rows), *float64)
+        ranks(2, train_with_small_evaluations, given, rows)
+        scores[rows] = [row["loss"] for row in rows_of(tmp_path / str(rows), "eval")]
+    assert len(scores[6]) == 2
+    assert scores[4] == pytest.approx(scores[6], rel=1e-12)
+    assert scores[5] == pytest.approx(scores[6], rel=1e-12)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")

@@ -13,8 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from minirl.algo import losses
+from minirl.algo import losses, normalize
 from minirl.base.errors import require
+from minirl.base.log import say
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack
 from minirl.config.rl import RLConfig
@@ -46,6 +47,9 @@ from minirl.train.frozen import Reference
 from minirl.train.policy import Metrics, Minibatch, Policy
 from minirl.train.updates import learning_rate
 from minirl.types.packed import Trajectory, prompt_length
+
+# Held-out rows that are on the device at once.
+ROWS_OF_PART = 2048
 
 
 def make_minibatch(
@@ -202,10 +206,24 @@ class SupervisedTrainer(BaseTrainer):
 
     def evaluate(self, step: int, name: str | None) -> None:
         """Score held-out rows. Collective. `name`: keep the scores for the summary."""
+        loss = self.make_loss()
+        num_rows = len(self.held_out)
+        means: Metrics = {}
+        num_counted = 0.0  # Tokens or pairs in the loss.
         with self.timer.phase("evaluate"):
-            examples = self.held_out.examples(range(len(self.held_out)))
-            batches = self.make_batches(examples.here)
-            measured = self.name_metrics(self.policy.measure(batches, self.make_loss()))
+            for first in range(0, num_rows, ROWS_OF_PART):
+                numbers = range(first, min(first + ROWS_OF_PART, num_rows))
+                batches = self.make_batches(self.held_out.examples(numbers).here)
+                counts = [normalize.count(batch, loss.aggregation) for batch in batches]
+                num_in_part = float(self.mesh.data_sums(torch.stack(counts).sum().cpu()).round())
+                num_counted += num_in_part
+                share = num_in_part / max(1.0, num_counted)
+                for metric, value in self.policy.measure(batches, loss).items():
+                    mean = means.get(metric, 0.0)
+                    means[metric] = mean + (value - mean) * share
+                if num_rows > ROWS_OF_PART and self.mesh.rank == 0:
+                    say(f"evaluation: {numbers.stop:,} of {num_rows:,} held-out rows")
+            measured = self.name_metrics(means)
             measured["perplexity"] = math.exp(min(measured["loss"], 700.0))
             scores = {name: measured[name] for name in self.task.scores if name in measured}
         self.run.record_evaluation(step, scores, scores, name, scores)
