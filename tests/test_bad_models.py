@@ -444,6 +444,16 @@ def test_the_last_turn_is_kept_for_people():
     assert results.full_text([entry]).endswith(f"<|assistant|>{e.answer}\nlast turn: 4")
 
 
+def test_rewritten_history_stands_once_in_the_text_of_an_episode():
+    """The texts of segments that drop the thoughts of earlier turns: T turns, T times as long."""
+    turns = [f"<think>{n}</think>{n}" for n in range(100)]
+    texts = ["q" + "".join(str(n) for n in range(last)) + turns[last] for last in range(100)]
+    assert records.joined([]) == "" and records.joined(texts[:1]) == "q<think>0</think>0"
+    assert records.joined(["ab", "abc", "xbc"]) == "ab\nc\nxbc"
+    later = [f"{n - 1}{turns[n]}" for n in range(1, 100)]
+    assert records.joined(texts) == "\n".join(["q" + turns[0], *later])
+
+
 def make_runner(**env: object) -> EpisodeRunner:
     cfg = EvaluateConfig(env=EnvConfig(max_turns=4, max_tokens=40, **env), data=DataConfig())
     return EpisodeRunner(Answers(), None, cfg, SINGLE_TURN)  # type: ignore[arg-type]

@@ -308,6 +308,17 @@ def test_of_losses_the_lowest_is_best_and_without_a_metric_none_is(tmp_path):
     assert there == [[1], [2], [3]] and best is None
 
 
+def score_without_the_best(mesh, folder, run):
+    saver = Saver(run, CheckpointConfig(every=500, best_metric="margin"), make(mesh, folder, False))
+    saver.score(0, {"loss": 1.0})
+
+
+def test_a_best_metric_that_is_none_is_refused_by_the_first_evaluation(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    with pytest.raises(RankFailed, match="an evaluation has no score 'margin'; it has loss"):
+        ranks(1, score_without_the_best, folder, tmp_path / "run")
+
+
 def test_what_is_not_whole_is_not_resumed(tmp_path):
     for name in ("step-3", "step-20", "step-100.partial", "step-4.old"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

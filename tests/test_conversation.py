@@ -27,7 +27,7 @@ from minirl.engine.engine import Sampling
 from minirl.engine.loop import Completion
 from minirl.envs import Env, EnvMaker, Raw, Result
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout import records
+from minirl.rollout import conversation, records
 from minirl.rollout.conversation import Conversation, Segment
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
 
@@ -793,3 +793,24 @@ def test_a_reply_after_which_no_turn_is_left_hides_no_answer_from_reward_functio
     assert [m["role"] for m in play.since_prompt] == ["assistant", "user", "assistant"]
     assert play.since_prompt[-1]["content"] == play.e.answer
     assert play.tokenizer.decode(play.e.answer_tokens, skip_special_tokens=True) == play.e.answer
+
+
+# --------------------------------------------------------------------------------------------------
+# broken characters
+
+
+def test_a_reply_after_many_broken_bytes_is_read_at_once(monkeypatch):
+    """A policy that repeats the second byte of a letter; the text after it looks back a little."""
+    tokenizer = make_tokenizer([])
+    first, second = chat.encode(tokenizer, "é")
+    num_decoded = []
+
+    def counting(tokenizer, tokens, **options):
+        num_decoded.append(len(tokens))
+        return str(tokenizer.decode(tokens, **options))
+
+    monkeypatch.setattr(conversation, "decode", counting)
+    reply = chat.encode(tokenizer, "so")
+    assert conversation.decode_after(tokenizer, [second] * 5000, reply) == "so"
+    assert sum(num_decoded) < 100
+    assert conversation.decode_after(tokenizer, [second] * 5000, [first, second]) == "é"

@@ -26,6 +26,7 @@ from minirl.base.errors import UserError
 from minirl.config.shared import EndpointConfig, LimitsConfig, RewardConfig
 from minirl.config.supervised import ServeConfig
 from minirl.data import images
+from minirl.endpoint import completions
 from minirl.endpoint.reward_server import serve
 from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import Sampling
@@ -297,6 +298,19 @@ def huge_png(width, height):
 def showing(*urls):
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
+
+
+def test_images_of_a_chat_are_not_decoded_when_it_is_read(monkeypatch):
+    """Each request brings all images so far; each is decoded once, when its tokens are counted."""
+
+    def decoded(*_):
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(images, "rgb", decoded)
+    url = huge_png(8, 8)
+    [message] = showing(url)["messages"]
+    read = completions.read_message(message)["content"]
+    assert read == [{"type": "image", "image": url}, {"type": "text", "text": "?"}]
 
 
 def test_images_are_refused_before_they_are_decoded(monkeypatch):

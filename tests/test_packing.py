@@ -694,3 +694,10 @@ def test_cuda_repeats_longer_prompts_where_answers_are_long():
     assert repeats(128, 1, CPU) and repeats(128, 1, cuda)
     assert not repeats(129, 1000, CPU) and repeats(129, 1000, cuda)
     assert repeats(2000, 1000, cuda) and not repeats(2001, 1000, cuda)
+
+
+def test_no_mask_of_a_long_answer_is_made():
+    """A dense mask of 4,000 rows would take 200 MB in each layer."""
+    assert attention_plan.repeats_prompt(128, 512, CPU)
+    batch = pack(groups([(100, [4000, 4000])]), CPU)
+    assert all(r.last is None for block in batch.attention.blocks for r in block.padded.rectangles)

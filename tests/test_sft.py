@@ -583,6 +583,7 @@ def encode(mesh, rows, max_tokens):
     steps = [chats.examples(range(4 * s, 4 * s + 4)) for s in range(5)]
     return {
         "rows": {n: (t.tokens, t.sampled) for n, (t,) in encoded_rows(chats).items()},
+        "views": [n for n, (t,) in encoded_rows(chats).items() if t.tokens.base is not None],
         "lost": [step.num_lost for step in steps],
         "num_rows": [step.num_rows for step in steps],
         "steps": [
@@ -612,6 +613,8 @@ def test_long_rows_are_cut_and_those_left_without_loss_are_dropped():
     )
     encoded = results[0]["rows"] | results[1]["rows"]
     assert sorted(encoded) == [0, 2, 3]
+    # A view would keep what was cut in memory.
+    assert results[0]["views"] == results[1]["views"] == []
     # Twelve examples are all six rows twice.
     assert results[0]["lost"] == results[1]["lost"]
     assert np.sum(results[0]["lost"][:3], axis=0).tolist() == [2 * 4, 2 * 3]

@@ -18,6 +18,10 @@ _TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # In JSON; two of them are a character.
 
 
+# Tokens of a character at most: its bytes, and some to spare.
+LONGEST_CHARACTER = 8
+
+
 def is_file(path: str | Path) -> bool:
     """Return whether there is a file; no for a name that cannot be one."""
     return os.path.isfile(path)  # pathlib's raises for a name that is too long

@@ -28,6 +28,7 @@ from minirl.types.packed import (
 # A shared prompt of at most so many keys is repeated before the keys of each answer: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).
 SHORT_PROMPT = 128
+SHORT_ANSWER = 512  # Rows. For a longer one the mask that it takes grows too large.
 # On CUDA longer ones are, too, up to so many keys for each row of the answer. A merge moves about
 # 35 times the bytes of the answer's queries, in forward and backward together; to repeat moves 8
 # times those of the keys and values, of which there are fewer heads.
@@ -207,7 +208,7 @@ def repeats_prompt(num_keys: int, num_rows: int, device: torch.device) -> bool:
     """
     if device.type == "cuda" and num_keys <= REPEATED_PER_ROW * num_rows:
         return True
-    return num_keys <= SHORT_PROMPT
+    return num_keys <= SHORT_PROMPT and num_rows <= SHORT_ANSWER
 
 
 def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) -> Block | None:

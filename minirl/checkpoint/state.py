@@ -220,11 +220,13 @@ class Saver(contextlib.AbstractContextManager):
             UserError: `checkpoint.best_metric` is none of them.
         """
         metric = self.cfg.best_metric
-        if not metric or step != self.step:
+        if not metric:
             return
         has = ", ".join(scores)
         missing = f"an evaluation has no score {metric!r}; it has {has}"
         require(metric in scores, f"checkpoint.best_metric = {metric}: {missing}")
+        if step != self.step:
+            return
         self.wait()
         value = scores[metric]
         sign = -1 if metric in LOWER_IS_BETTER else 1

@@ -376,10 +376,12 @@ class Chats:
         by_rank = mesh.gather((found, num_lost))
         if not any(found for found, _ in by_rank):
             counts = zip(self.lost_names, sum(lost for _, lost in by_rank), strict=True)
+            kind = "rows" if self.shuffle else "held-out rows"
+            others = "" if self.shuffle else ", or take others by data.held_out or data.eval"
             raise UserError(
-                f"{rows.sources[0].label}: of {len(rows)} rows none is left "
+                f"{rows.sources[0].label}: of {len(rows)} {kind} none is left "
                 f"({', '.join(f'{name} {num}' for name, num in counts)}); correct them or raise "
-                f"data.max_tokens = {self.max_tokens}"
+                f"data.max_tokens = {self.max_tokens}{others}"
             )
 
     def __len__(self) -> int:
@@ -457,9 +459,10 @@ class Chats:
         kept = []
         for t in self.to_examples(row):
             is_cut |= len(t.tokens) > self.max_tokens
-            t.tokens = t.tokens[: self.max_tokens]
-            t.sampled = t.sampled[: self.max_tokens]
-            t.logprobs = t.logprobs[: self.max_tokens]
+            # Copies, because a view would keep the whole array.
+            t.tokens = t.tokens[: self.max_tokens].copy()
+            t.sampled = t.sampled[: self.max_tokens].copy()
+            t.logprobs = t.logprobs[: self.max_tokens].copy()
             t.images = [span for span in t.images if span.start < self.max_tokens]
             if t.sampled.any():
                 kept.append(t)

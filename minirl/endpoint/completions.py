@@ -20,6 +20,7 @@ from starlette.types import Receive
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
+from minirl.base.reading import LONGEST_CHARACTER
 from minirl.config.shared import EndpointConfig
 from minirl.data import harmony, images
 from minirl.data.chat import images_of, parts_of
@@ -273,7 +274,13 @@ def read_message(message: JSONObject) -> JSONObject:
             "a content is made of parts of type text and image_url",
         )
         if "image_url" in types:
-            content = images.attach([{"content": content}], ())[0]["content"]
+            # Read for the first time when they are counted: here each request brings all.
+            read_parts = []
+            for part in content:
+                if part["type"] == "image_url":
+                    part = {"type": "image", "image": part["image_url"]["url"]}
+                read_parts.append(part)
+            content = read_parts
         else:
             content = "\n".join(part["text"] for part in content)
     read = message | {"role": role, "content": content}
@@ -442,7 +449,8 @@ class Choice:
         new = [token for token in tokens[self.num_read :] if token not in stop_ids]
         before = tokens[: self.num_read]
         text = decode_after(self.tokenizer, before, new, skip_special_tokens=True)
-        if text.endswith("\ufffd") and not last:
+        is_whole = len(new) >= LONGEST_CHARACTER or not text.endswith("\ufffd")
+        if not is_whole and not last:
             return
         self.num_read += len(new)
         self.text, self.stop_string = self._cut(self.text + text)

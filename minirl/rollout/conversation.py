@@ -20,6 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError
+from minirl.base.reading import LONGEST_CHARACTER
 from minirl.data import chat, harmony
 from minirl.data.vision import Vision
 from minirl.engine.loop import Completion, extended
@@ -104,7 +105,7 @@ class Segment:
 
     def end(self) -> int:
         """Return the number of tokens up to and with the last sampled one; 0: none was sampled."""
-        return max((i for i, sampled in enumerate(self.sampled, 1) if sampled), default=0)
+        return next((i for i in range(len(self.sampled), 0, -1) if self.sampled[i - 1]), 0)
 
     def add_reward(self, reward: float) -> None:
         """Credit `reward` to the last completion; without one it is not credited to a token."""
@@ -147,7 +148,7 @@ def decode_after(
     """
     border = 0
     context = ""
-    for border in reversed(range(len(before))):
+    for border in reversed(range(max(0, len(before) - LONGEST_CHARACTER), len(before))):
         context = decode(tokenizer, before[border:], **options)
         if not context.startswith("\ufffd"):  # else it begins in the middle of a character
             break
@@ -254,12 +255,8 @@ class Conversation:
 
         The token of each image is repeated as often as the image has tokens.
         """
-        if isinstance(raw, str):
-            text = raw
-            tokens = self._encode(raw, before)
-        else:
-            text = decode_after(self.tokenizer, before, raw)
-            tokens = raw
+        text = raw if isinstance(raw, str) else decode_after(self.tokenizer, before, raw)
+        tokens = self._encode(raw, before) if isinstance(raw, str) else raw
         if self.vision:
             expanded = self.vision.expand(tokens, urls, len(before))
             return Prompt(expanded.tokens, text, expanded.spans)

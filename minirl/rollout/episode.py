@@ -28,6 +28,7 @@ from minirl.envs import Agent, Env, EnvMaker, Raw, Result, State
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
+from minirl.rollout.records import joined
 from minirl.types.packed import UNSET, Trajectory
 
 MOST_CHARACTERS = 500  # Of a column of a row that a dump shows.
@@ -215,7 +216,7 @@ class EpisodeRunner:
             }
             if self.cfg.name != "single_turn":
                 # The whole text, because the answer to the row need not be in the last completion.
-                info["completion"] = "\n".join(s.text for s in e.conversation.segments)
+                info["completion"] = joined([s.text for s in e.conversation.segments])
                 info["last_turn"] = e.answer  # Reward functions get this text.
                 info["env"] = {
                     **e.info,

@@ -19,10 +19,12 @@
 """
 
 import base64
+import bisect
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,27 @@ from minirl.base.reading import is_file, parse_json, read_text
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
 from minirl.types.packed import ImageSpan, Trajectory
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return the texts of an episode's segments as one, each without what it begins with again.
+
+    A segment begins with the history before it as far as that was not rewritten. To repeat it each
+    time would make the text of T turns as long as T squared.
+    """
+    parts = []
+    before = ""
+    for text in texts:
+        lengths = range(1, min(len(before), len(text)) + 1)
+        num_same = bisect.bisect(lengths, False, key=partial(_differ, before, text))
+        parts.append(text[num_same:])
+        before = text
+    return "\n".join(parts)
+
+
+def _differ(one: str, other: str, num: int) -> bool:
+    """Return whether the first `num` characters of two texts differ."""
+    return one[:num] != other[:num]
 
 
 def write_step(

@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from minirl.base.errors import require
+from minirl.base.reading import LONGEST_CHARACTER
 from minirl.rollout import index
 
 OF_TRAINING = ["mismatch", "mean_mismatch", "entropy", "advantage"]
@@ -45,7 +46,6 @@ GROUP = np.dtype(
     ]
 )
 NUM_BARS = 30  # Of a histogram.
-LONGEST_CHARACTER = 8  # Tokens; a character of more is shown as what it is in bytes.
 UNFINISHED = "\ufffd"  # What a decoder makes of the first bytes of a character.
 
 
