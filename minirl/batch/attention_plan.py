@@ -202,13 +202,13 @@ def repeats_prompt(num_keys: int, num_rows: int, device: torch.device) -> bool:
     """Return whether the keys of a shared prompt are repeated before those of an answer.
 
     Args:
-        num_keys: of the prompt.
+        num_keys: of the prompt; 0: there is none.
         num_rows: of the answer, on this rank.
         device: that computes.
     """
-    if device.type == "cuda" and num_keys <= REPEATED_PER_ROW * num_rows:
-        return True
-    return num_keys <= SHORT_PROMPT and num_rows <= SHORT_ANSWER
+    is_cheap = device.type == "cuda" and num_keys <= REPEATED_PER_ROW * num_rows
+    is_short = num_keys <= SHORT_PROMPT and num_rows <= SHORT_ANSWER
+    return num_keys == 0 or is_cheap or is_short
 
 
 def _image_block(chunks: list[_Chunk], layout: RowLayout, device: torch.device) -> Block | None:
