@@ -451,6 +451,24 @@ def test_dppo_is_the_masked_ratio_to_the_engine(preset, bound, has_old):
     assert len(cases) == 4
 
 
+@pytest.mark.parametrize("preset, advantage", [("dppo-tv", 1.0), ("dppo-kl", -1.0)])
+def test_one_stale_token_does_not_outweigh_a_step_of_dppo(preset, advantage):
+    """Neither mask bounds the ratio to the engine: 1e-6 against 0.1 is 100,000 times."""
+    batch, x, h = random_batch()
+    batch.ref_logprobs = None
+    x = np.where(batch.loss_mask, math.log(0.1), 0.0)
+    engine = torch.tensor(x).masked_fill(batch.loss_mask, math.log(1e-6))
+    batch.advantages = torch.full_like(batch.advantages, advantage)
+    for old in (x, x - 3.0, engine.numpy()):
+        batch.engine_logprobs, batch.old_logprobs = engine, torch.tensor(old)
+        logprobs = torch.tensor(x, requires_grad=True)
+        loss = losses.policy(AlgoConfig(correction=CorrectionConfig(preset=preset)), 20)
+        value, _ = loss.token_loss(batch, logprobs, torch.tensor(h))
+        (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+        of_loss = gradient[batch.loss_mask]
+        torch.testing.assert_close(of_loss, torch.full_like(of_loss, -20.0 * advantage))
+
+
 def test_without_correction_the_loss_is_left_alone():
     batch, x, h = random_batch()
     value, metrics = losses.policy(

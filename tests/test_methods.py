@@ -195,8 +195,9 @@ def gradient(method, t, x, i, cfg):
     if method == "cispo":
         return -np.clip(r[i], 1 - cfg.clip_low, 1 + cfg.clip_high) * adv[i]
     if method == "gspo":
+        # Of GSPO-token (eq. 14), which is GSPO's where all advantages of an answer are the same.
         s = np.exp((x - old).mean())
-        return sum(clip_gradient(s, a, cfg.clip_low, cfg.clip_high, 0) for a in adv) * s / len(x)
+        return clip_gradient(s, adv[i], cfg.clip_low, cfg.clip_high, 0) * s
     d = draw(t, "ref")[t.sampled][i] - x[i]
     return clip_gradient(r[i], adv[i], cfg.clip_low, cfg.clip_high, 0) * r[i] + (
         0.3 * r[i] * -d if method == "unbiased KL" else 0.0
@@ -306,6 +307,40 @@ def test_a_token_far_from_the_old_policy_leaves_the_gradient_finite(method, log_
             assert gradient[place] == pytest.approx(1.5 * math.exp(log_ratio), rel=1e-4)
         else:
             assert abs(float(gradient[place])) < 1e-8
+
+
+def test_gspo_is_the_gradient_of_whole_ratios_where_an_answer_has_one_advantage():
+    """Eq. 5 and 7 by autograd: minus the mean over answers of min(s A, clip(s) A)."""
+    batch, x, _ = far_batch(0.05, 1.5)
+    off = CorrectionConfig(preset="off")
+    cfg = AlgoConfig(loss="gspo", clip_low=0.5, clip_high=0.5, correction=off)
+    value, _ = losses.policy(cfg, 16).token_loss(batch, x, x.detach())
+    weights = normalize.weights(batch, "sequence")
+    (gradient,) = torch.autograd.grad((value * weights).sum(), x)
+
+    y = x.detach().double().requires_grad_()
+    log_ratio = torch.where(batch.loss_mask, y - batch.old_logprobs.double(), 0.0)
+    tokens = batch.sequences.loss_tokens
+    ratios = (normalize.sequence_sums(log_ratio, batch) / tokens.clamp(min=1)).exp()
+    loss = -(ratios[tokens > 0] * 1.5).sum()
+    (expected,) = torch.autograd.grad(loss, y)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gspo_keeps_masks_and_advantages_of_single_tokens():
+    """As with ppo, a token that a correction masks has no gradient, and others keep theirs."""
+    batch, x, place = far_batch(0.0, 1.0)
+    batch.engine_logprobs = batch.old_logprobs.clone()
+    batch.engine_logprobs[place] -= 3.0
+    batch.advantages = torch.where(batch.loss_mask, torch.arange(len(x)) - 3.0, 0.0)
+    gradients = {}
+    for name in ("ppo", "gspo"):
+        cfg = AlgoConfig(loss=name, correction=CorrectionConfig(preset="icepop"))
+        value, _ = losses.policy(cfg, 16).token_loss(batch, x, x.detach())
+        (gradients[name],) = torch.autograd.grad(value.sum(), x)
+    assert gradients["gspo"][place] == 0
+    torch.testing.assert_close(gradients["gspo"], gradients["ppo"])
 
 
 @pytest.mark.parametrize("d", [8.0, 20.0, 30.0, 100.0, -30.0])

@@ -723,6 +723,35 @@ def export_scored(mesh, folder, out):
     exporting.export(policy, out)
 
 
+def scores_of_equal_answers(mesh, folder):
+    """Of three different answers to two prompts, each several times, in micro-batches of few."""
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, trainable=False, score=True)
+    judge = rm.RewardModel(policy, [9], 1, 20)
+    policy.sleeper.wake_parameters()
+    rows = []
+    for number in range(12):
+        tokens = [[5, 6, 7, 8, 10], [5, 6, 7, 11], [5, 6, 7, 8, 10, 12]][number % 3]
+        rows.append(
+            Trajectory(
+                tokens=np.array(tokens, np.int32),
+                sampled=np.arange(len(tokens)) > 1,
+                logprobs=np.zeros(len(tokens), np.float32),
+                group=2 * mesh.rank + number // 6,
+                episode=number,
+            )
+        )
+    alone = [judge([row] if mesh.rank == 0 else []) for row in rows[:3]]
+    return judge(rows), [score for scores in alone for score in scores]
+
+
+def test_equal_answers_of_a_group_have_the_same_score_to_the_bit(tmp_path):
+    ranks(1, export_scored, tiny.make(tmp_path / "model"), tmp_path / "scored")
+    (first, alone), (second, _) = ranks(2, scores_of_equal_answers, tmp_path / "scored")
+    for found in (first, second):
+        np.testing.assert_allclose(found, alone * 4, rtol=1e-5)
+        assert len(set(found[:6])) == len(set(found[6:])) == 3
+
+
 def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
     """The program itself, asked by the reward that minirl.rl would ask with."""
     ranks(1, export_scored, tiny.make(tmp_path / "model"), tmp_path / "scored")

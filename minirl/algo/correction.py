@@ -38,6 +38,7 @@ class Correction:
 # with the ratio of their sequence; TRL's default, its `sequence_mask`. dppo-tv, dppo-kl: Qi et al.
 # 2026, "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), with the
 # bounds of its authors' code.
+DPPO_MAX_RATIO = 20.0  # That code's, of the policy to the engine.
 PRESETS = {
     "off": Correction(level="off", mode="truncate", low=0.0, high=2.0),
     "tis": Correction(level="token", mode="truncate", low=0.0, high=2.0),
@@ -157,7 +158,8 @@ def trust_region(
     2602.04879), the mask of DPPO, with their binary D, which is `divergence`.
 
     M follows the policy from update to update, and takes the place of PPO's clip. The loss has the
-    ratio policy / old, not clipped, so the weight is M old / engine.
+    ratio policy / old, not clipped, so the weight is M old / engine. Of large ratios, which M does
+    not bound, r is truncated (sec. 5.4): one stale token would outweigh all others of a step.
 
     Args:
         policy: log-probs under the policy at this update, float [T] without gradient.
@@ -168,4 +170,5 @@ def trust_region(
     engine = batch.engine_logprobs
     leads_away = batch.advantages * (policy - engine) > 0
     outside = leads_away & (divergence(policy, engine, cfg.gate) > cfg.divergence)
-    return bounded_exp(old - engine).masked_fill(outside, 0.0), outside
+    weight = torch.minimum(bounded_exp(old - engine), DPPO_MAX_RATIO * bounded_exp(old - policy))
+    return weight.masked_fill(outside, 0.0), outside

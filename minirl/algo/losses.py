@@ -113,14 +113,16 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
-    """Return (prod_t r_t)^(1/L) of each sequence at its rows, [T]; differentiable.
+    """Return (prod_t r_t)^(1/L) of each sequence at its rows, [T]; its gradient is its token's.
 
-    GSPO: Zheng et al. 2025 (arXiv 2507.18071), eq. 7. Mean log-ratios are at most 10, where the
-    gradient is 0, as in verl.
+    GSPO: Zheng et al. 2025 (arXiv 2507.18071), eq. 7. Where all tokens of an answer count alike,
+    the gradients of its rows add up to that of the whole ratio; where they do not, because of their
+    advantages or of a mask, each counts by itself (GSPO-token, eq. 14). Mean log-ratios are at
+    most 10, where the gradient is 0, as in verl.
     """
-    sums = sequence_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch)
-    means = sums / batch.sequences.loss_tokens.clamp(min=1)
-    return to_rows(means.clamp(max=MAX_MEAN_LOG_RATIO).exp(), batch)
+    sums = sequence_sums(torch.where(batch.loss_mask, log_ratio.detach(), 0.0), batch)
+    means = to_rows(sums / batch.sequences.loss_tokens.clamp(min=1), batch)
+    return (means + (log_ratio - log_ratio.detach())).clamp(max=MAX_MEAN_LOG_RATIO).exp()
 
 
 def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:

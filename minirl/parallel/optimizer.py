@@ -13,8 +13,8 @@ from minirl.parallel.storage import HostMemory, dequantize, quantize
 # Parameters below this many elements (norms, biases) keep a full state: nothing to save there.
 SMALL = 4096
 # What of an optimizer's state may be kept in 8 bits, and whether it has a sign. The one without is
-# kept as its square root, which is what the step divides by: half the decades to cover, so that no
-# small second moment becomes 0 under a first moment that does not.
+# kept as its square root, which is what the step divides by: half the decades to cover, so that few
+# small second moments become 0 under a first moment that does not.
 SIGNED = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False}
 
 

@@ -149,9 +149,8 @@ class Rewards:
             info["reward_columns"] = call.columns
         if info is not None and self._has_graders:
             info["graders"] = {"stopped": float(bool(stopped))}
-        weights = {name: weight for weight, _, name in self.weighted}
         # Added exactly: weights of 0.7, 0.2 and 0.1 make 1, which may be `eval.threshold`.
-        return math.fsum(weights[name] * value for name, value in applying.items())
+        return math.fsum(weight * applying[n] for weight, _, n in self.weighted if n in applying)
 
     def grade_in_time(
         self, function: RewardFunction | AdaptedReward, name: str, answers: Sequence[Answer]

@@ -187,9 +187,12 @@ def count_work(minibatches: list[Minibatch], mesh: Mesh) -> StepWork:
     return StepWork(*(mesh.sums(counts) // mesh.tensor.size()).tolist())
 
 
-def flops(model: ModelSizes, work: StepWork) -> float:
-    """Return the floating-point operations of forward and backward over the work."""
-    return 3 * forward_flops(model, work.rows, work.loss_rows, work.pairs)
+def flops(model: ModelSizes, work: StepWork, num_passes: int = 3) -> float:
+    """Return the floating-point operations of forward and backward over the work.
+
+    `num_passes` is 2 for a model with adapters: its frozen weights have no gradients.
+    """
+    return num_passes * forward_flops(model, work.rows, work.loss_rows, work.pairs)
 
 
 def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
@@ -220,7 +223,8 @@ class Meter:
         self.mesh = policy.mesh
         self.progress = progress
         self.began = time.perf_counter()  # Since when the current step is timed.
-        self.models: list[ModelSizes] = []  # Those that are trained.
+        # Those that are trained, and the passes of their work, see `flops`.
+        self.models: list[tuple[ModelSizes, int]] = []
         # Seconds of phases that ranks of the other side have spent in the current step.
         self.elsewhere: dict[str, float] = {}
         self._device_allocations = 0  # Of this process, until the current step began.
@@ -234,7 +238,7 @@ class Meter:
         """Count the work of a trained model."""
         if self.peak:
             values = build.read_config(model.folder).to_dict()
-            self.models.append(read_sizes(values, score=model.score))
+            self.models.append((read_sizes(values, score=model.score), 2 if model.adapters else 3))
 
     def begin(self) -> None:
         """Begin the first step: what took time before it is not part of it."""
@@ -274,7 +278,7 @@ class Meter:
         row |= {f"tokens_per_second/{kind}": speed for kind, speed in per_second.items()}
         in_training = times.get("forward", 0.0) + times.get("backward", 0.0)
         if self.models and work and in_training:
-            total = sum(flops(model, work) for model in self.models)
+            total = sum(flops(model, work, num_passes) for model, num_passes in self.models)
             row["mfu"] = total / in_training / self.peak
         row |= {f"total/{kind}": float(self.progress.tokens[kind]) for kind in tokens}
 

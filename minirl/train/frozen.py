@@ -135,8 +135,16 @@ class RewardModel:
     def __call__(self, trajectories: list[Trajectory]) -> list[float]:
         """Return the scores of this rank's sequences; all ranks share the work. Collective."""
         mesh = self.model.mesh
-        examples = []
-        for number, t in enumerate(trajectories):
+        examples: list[Trajectory] = []
+        # Equal sequences are read once: in other micro-batches their scores would differ by
+        # rounding, and equal answers of a group must have equal rewards.
+        number_of: dict[tuple, int] = {}
+        numbers = []
+        for t in trajectories:
+            key = (t.group, t.tokens.tobytes(), *(image.url for image in t.images))
+            numbers.append(number_of.setdefault(key, len(number_of)))
+            if numbers[-1] < len(examples):
+                continue
             # The token that ends the sequence, and one more: its row is the last token's.
             end = [] if len(t.tokens) and t.tokens[-1] in self.stop_ids else [self.end_id]
             tokens = np.append(t.tokens, [*end, self.end_id]).astype(np.int32)
@@ -147,7 +155,8 @@ class RewardModel:
                     logprobs=np.zeros(len(tokens), np.float32),
                     images=t.images,
                     group=t.group,  # Siblings keep sharing their prompt.
-                    episode=number * mesh.world_size + mesh.rank,  # One number for each example.
+                    # One number for each example.
+                    episode=len(examples) * mesh.world_size + mesh.rank,
                 )
             )
         scores = {}  # Of the examples that this rank reads, by number.
@@ -160,7 +169,7 @@ class RewardModel:
                     scores[example.episode] = float(values[-1])
         for others in mesh.gather(scores):
             scores |= others
-        return [scores[example.episode] for example in examples]
+        return [scores[examples[number].episode] for number in numbers]
 
     def grade(self, trajectories: list[Trajectory]) -> None:
         """Add the weighted scores to the rewards of this rank's trajectories.
