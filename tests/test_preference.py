@@ -38,6 +38,7 @@ from minirl.data.formats import open_examples
 from minirl.data.tokenizer import filling_token_id
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
+from minirl.train import frozen
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from programs import ROOT, alone, as_flags, fork, hold_port, rows_of
@@ -741,13 +742,23 @@ def scores_of_equal_answers(mesh, folder):
             )
         )
     alone = [judge([row] if mesh.rank == 0 else []) for row in rows[:3]]
-    return judge(rows), [score for scores in alone for score in scores]
+    num_read = []
+
+    def counting(examples, *args):
+        num_read.append(len(examples))
+        return exchange(examples, *args)
+
+    frozen.exchange = counting
+    return judge(rows), [score for scores in alone for score in scores], num_read
 
 
 def test_equal_answers_of_a_group_have_the_same_score_to_the_bit(tmp_path):
+    """They are read once: in other micro-batches their scores would differ by rounding."""
     ranks(1, export_scored, tiny.make(tmp_path / "model"), tmp_path / "scored")
-    (first, alone), (second, _) = ranks(2, scores_of_equal_answers, tmp_path / "scored")
-    for found in (first, second):
+    results = ranks(2, scores_of_equal_answers, tmp_path / "scored")
+    alone = results[0][1]
+    for found, _, num_read in results:
+        assert num_read == [6]
         np.testing.assert_allclose(found, alone * 4, rtol=1e-5)
         assert len(set(found[:6])) == len(set(found[6:])) == 3
 
