@@ -497,10 +497,8 @@ class Trainer(BaseTrainer):
             no_checkpoint = 0 if self.cfg.checkpoint.every else step
             finding.drop_references(self.run.output, no_checkpoint)
         self.mesh.barrier()
-        for n, refreshed in finding.finished(self.run.output, "references").items():
-            if n <= step:
-                folder = refreshed  # the newest one comes last
-        self.ref = self.make_reference(folder)
+        refreshed = finding.newest_reference(self.run.output, step)
+        self.ref = self.make_reference(refreshed or folder)
 
     def export_reference(self, step: int) -> None:
         """Begin to write the policy, as it is after `step` steps, as the reference. Collective."""

@@ -444,6 +444,23 @@ def test_the_last_turn_is_kept_for_people():
     assert results.full_text([entry]).endswith(f"<|assistant|>{e.answer}\nlast turn: 4")
 
 
+def test_of_a_row_with_megabytes_of_tests_only_the_beginning_is_shown():
+    """A text of all of it would take 20 ms for each episode, in which the engine may wait."""
+    runner = make_runner(name="mine.py:Scripted")
+    e = played(Scripted("q", DONE), runner)
+    tests = [{"input": "x" * 1000, "output": [1, 2.5, None]} for _ in range(3000)]
+    e.row = {**e.row, "tests": tests, "level": 3, "text": "y" * 1000}
+    began = time.process_time()
+    (t,) = runner.finish([e], [None])
+    assert time.process_time() - began < 0.1
+    shown = t.info["row"]
+    assert shown["level"] == "3" and shown["text"] == "y" * 500
+    assert shown["tests"].startswith("[{'input': 'xxx") and len(shown["tests"]) == 500
+    e.row["tests"] = tests = [{"a": [1, "b", (2.5, None)]}] * 3
+    (t,) = runner.finish([e], [None])
+    assert t.info["row"]["tests"] == str(tests)
+
+
 def test_rewritten_history_stands_once_in_the_text_of_an_episode():
     """The texts of segments that drop the thoughts of earlier turns: T turns, T times as long."""
     turns = [f"<think>{n}</think>{n}" for n in range(100)]

@@ -124,7 +124,7 @@ BROAD = {
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "endpoint/reward_server.py:_score_batch": "a forward may raise anything, and every request "
     "of its batch gets an answer of its own",
-    "engine/loop.py:work": "whatever it is, it is raised again where the thread was asked for",
+    "envs/registry.py:work": "whatever it is, it is raised again where the thread was asked for",
 }
 
 

@@ -18,7 +18,7 @@ from minirl.algo import normalize
 from minirl.base.errors import UserError
 from minirl.batch import attention_plan
 from minirl.batch.attention_plan import RowLayout
-from minirl.batch.exchange import HEADER, exchange, partition, pieces
+from minirl.batch.exchange import HEADER, by_attention, exchange, partition, pieces
 from minirl.batch.packing import pack
 from minirl.config.policy import ParallelConfig
 from minirl.types.packed import Context, ImageSpan, Trajectory
@@ -701,3 +701,28 @@ def test_no_mask_of_a_long_answer_is_made():
     assert attention_plan.repeats_prompt(128, 512, CPU)
     batch = pack(groups([(100, [4000, 4000])]), CPU)
     assert all(r.last is None for block in batch.attention.blocks for r in block.padded.rectangles)
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches that take the same time on all ranks
+
+
+def test_parts_that_attend_about_as_much_share_a_micro_batch():
+    """Eight parts of as many rows on two ranks: of one long sequence, or of many short ones."""
+    long, short = [32_000**2 // 2], [1_000**2 // 2] * 32
+    pairs = [*short, *long, *short, *long, *long, *short, *short, *long]
+    parts, number = [], 0
+    for part in (short, long, short, long, long, short, short, long):
+        parts.append(list(range(number, number + len(part))))
+        number += len(part)
+    plan = [parts[i : i + 2] for i in range(0, 8, 2)]
+    found = by_attention(plan, pairs, 32_000)
+    assert sorted(map(tuple, sum(found, []))) == sorted(map(tuple, parts))
+    lengths = [[len(part) for part in micro_batch] for micro_batch in found]
+    assert lengths == [[32, 32], [32, 32], [1, 1], [1, 1]]
+
+
+def test_short_sequences_stay_in_their_order():
+    """Their attention is too little to matter, and runs are the same to the bit as before."""
+    plan = [[[0], [1]], [[2], [3]]]
+    assert by_attention(plan, [64**2, 1, 30**2, 60**2], 1024) == plan

@@ -155,6 +155,13 @@ def drop_references(run: Path, step: int) -> None:
             remove(path)
 
 
+def newest_reference(run: Path, step: int) -> Path | None:
+    """Return the newest reference that is not newer than a step, if there is one."""
+    references = finished(run, "references")
+    numbers = [number for number in references if number <= step]
+    return references[max(numbers)] if numbers else None
+
+
 def read_best(run: Path) -> dict | None:
     """Return {"step", "metric", "value"} of the checkpoint that scored best.
 

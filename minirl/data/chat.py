@@ -232,4 +232,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         is_text(text),
         f"the text {text[:200]!r} has half of a surrogate pair, which is no character; remove it",
     )
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return list(_encoded(tokenizer, text))
+
+
+@lru_cache(maxsize=64)  # The samples of a prompt have the same text, of thousands of tokens.
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -395,24 +393,3 @@ def _remaining(request: Request, vision: Vision | None) -> tuple:
     images = [image.url for image in request.images]
     streams = request.on_tokens is not None
     return prompt, sampling, seed, images, streams, request.guide, request.top_logprobs
-
-
-async def in_thread(function: Callable, *arguments: object) -> Any:
-    """Call a function in a new thread, and return its result.
-
-    If the caller is cancelled, the thread continues by itself; the end of the program does not wait
-    for it.
-    """
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # From here on the caller cannot cancel it.
-
-    def work() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except StopIteration as error:  # for asyncio that is the end of a coroutine
-            future.set_exception(RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:  # It is raised again where the call was made.
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)

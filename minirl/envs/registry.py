@@ -1,9 +1,13 @@
-"""The shipped environments by name, and how a setting becomes the environment of an episode."""
+"""The shipped environments by name, and how a setting becomes one whose methods are called."""
 
+import asyncio
 import inspect
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pkgutil import resolve_name
+from typing import Any
 
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function, line_of
@@ -59,3 +63,24 @@ def make_env(name: str) -> EnvMaker:
     if not inspect.iscoroutinefunction(close):
         close()
     return EnvMaker(make, env)
+
+
+async def in_thread(function: Callable, *arguments: object) -> Any:
+    """Call a function in a new thread, and return its result.
+
+    If the caller is cancelled, the thread continues by itself; the end of the program does not wait
+    for it.
+    """
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # From here on the caller cannot cancel it.
+
+    def work() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except StopIteration as error:  # for asyncio that is the end of a coroutine
+            future.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:  # It is raised again where the call was made.
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)

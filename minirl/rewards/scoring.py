@@ -27,6 +27,7 @@ from minirl.base.errors import UserError, require
 from minirl.base.log import restore_streams, say
 from minirl.base.oversight import Oversight
 from minirl.config.lookup import cure_of, line_of
+from minirl.data.chat import plain
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, TrainerState, graders
 from minirl.rewards.functions import why_not
 from minirl.rewards.http import RemoteReward
@@ -184,7 +185,8 @@ def _inputs(answers: Sequence[Answer]) -> str:
     """Return what a function was called with, for errors."""
     first = answers[0]
     others = f" and {len(answers) - 1} others" if len(answers) > 1 else ""
-    return f"prompt {str(first.row['prompt'])[:80]!r}, completion {first.completion[:80]!r}{others}"
+    prompt = str(plain(first.row["prompt"]))[:80]
+    return f"prompt {prompt!r}, completion {first.completion[:80]!r}{others}"
 
 
 def grade(

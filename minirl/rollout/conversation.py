@@ -329,4 +329,6 @@ class Conversation:
                     segment=len(trajectories),
                 )
             )
+            # Lists take seven times the memory of arrays.
+            segment.tokens, segment.logprobs, segment.versions = [], [], []
         return trajectories

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import numbers
+import reprlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ from minirl.config.shared import EvaluateConfig
 from minirl.data.chat import is_text, parts_of, plain, to_messages, why_no_messages
 from minirl.data.images import BadImage, attach, to_url
 from minirl.engine.engine import Sampling
-from minirl.engine.loop import EngineLoop, Request, in_thread
+from minirl.engine.loop import EngineLoop, Request
 from minirl.envs import Agent, Env, EnvMaker, Raw, Result, State
+from minirl.envs.registry import in_thread
 from minirl.rewards import Answer, RewardCall
 from minirl.rewards.scoring import Rewards
 from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
@@ -32,6 +34,9 @@ from minirl.rollout.records import joined
 from minirl.types.packed import UNSET, Trajectory
 
 MOST_CHARACTERS = 500  # Of a column of a row that a dump shows.
+# Of a long list, such as one of tests, only the first items become a text.
+BEGINNING = reprlib.Repr()
+BEGINNING.maxdict = BEGINNING.maxlist = BEGINNING.maxtuple = BEGINNING.maxstring = MOST_CHARACTERS
 CANCEL_SECONDS = 1.0  # The least time that an environment gets to end when it is cancelled.
 
 
@@ -203,10 +208,11 @@ class EpisodeRunner:
             columns = {}
             for name, value in e.row.items():
                 if name not in ("prompt", "rendered_prompt") and value is not None:
-                    columns[str(name)] = str(value)[:MOST_CHARACTERS]
+                    is_nested = isinstance(value, list | tuple | dict)
+                    columns[str(name)] = (BEGINNING.repr if is_nested else str)(value)
             info = {
                 "prompt": plain(e.row["prompt"]),
-                "row": columns,
+                "row": {name: text[:MOST_CHARACTERS] for name, text in columns.items()},
                 "completion": e.answer,
                 "source": e.row.get("data_source"),
                 "stopped": e.stopped and not e.truncated,
@@ -436,7 +442,7 @@ def _check_messages(value: Any) -> None:
     """Raise EnvFailed if a value is no list of messages, or has half of a surrogate pair."""
     problem = why_no_messages(value)
     if not problem and not is_text(
-        json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+        json.dumps(plain(value), ensure_ascii=False, default=str, skipkeys=True)
     ):
         problem = "a text has half of a surrogate pair"
     if problem:

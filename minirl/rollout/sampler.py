@@ -10,6 +10,7 @@ import asyncio
 import copy
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -155,7 +156,8 @@ class GroupScheduler:
             # request. Nobody knows when an agent, which asks through the endpoint, will do so.
             if not self.runner.makes_agents:
                 self.runner.engine_loop.active_episodes += 1
-            name = f"episode {episode.number} of prompt {episode.ticket}: {str(episode.row)[:200]}"
+            row = reprlib.repr(episode.row)  # Which may hold megabytes of tests.
+            name = f"episode {episode.number} of prompt {episode.ticket}: {row}"
             task = asyncio.create_task(self.runner.run(episode), name=name)
             self._episode_of[task] = group, episode
             task.add_done_callback(self._ended.put_nowait)
