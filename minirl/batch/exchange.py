@@ -77,7 +77,7 @@ def pieces(
 
 
 def partition(lengths: list[int], num_ranks: int, budget: int) -> Plan:
-    """Return as few micro-batches as the token budget allows, all about equally long.
+    """Return few micro-batches within the token budget, all about equally long.
 
     Longest first into the emptiest bin (Graham 1969: at most 4/3 of the optimum). Every rank gets
     the same number of micro-batches, because FSDP's collectives are in each forward; some may be

@@ -1,4 +1,4 @@
-"""The shipped environments by name, and how a setting becomes one whose methods are called."""
+"""The shipped environments by name, and how a setting becomes an environment and is called."""
 
 import asyncio
 import inspect
