@@ -21,7 +21,6 @@ from minirl.config.shared import EngineConfig
 from minirl.engine.engine import RolloutEngine
 from minirl.parallel.machines import check_on_one_machine
 from minirl.refit import refit as refits
-from minirl.refit.record import padding_of
 from minirl.refit.refit import Refit
 from minirl.rollout import records
 from minirl.train.policy import Policy
@@ -83,7 +82,7 @@ def refit_program(mesh, a, b, tp, dtype, lora_rank):
         engine.change_weights(refit, keeps_cache=False)
         found.append(greedy(engine))
     fresh = RolloutEngine(cfg, b, mesh, dtype=dtype, load_weights=True)
-    num_padding = sum(padding_of(engine).values())
+    num_padding = sum(engine.padding().values())
     itemsize = getattr(torch, dtype).itemsize
     return {
         "found": found,

@@ -30,6 +30,7 @@ class Correction:
     trust_region: bool = False  # DPPO, see `trust_region`.
 
 
+DPPO_MAX_RATIO = 20.0  # Of policy to engine, as in the code of DPPO's authors.
 # tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings
 # you off-policy RL training"; Ionides 2008 for the truncation. icepop: Ling team 2025, "Every step
 # evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric mean of
@@ -38,7 +39,6 @@ class Correction:
 # with the ratio of their sequence; TRL's default, its `sequence_mask`. dppo-tv, dppo-kl: Qi et al.
 # 2026, "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), with the
 # bounds of its authors' code.
-DPPO_MAX_RATIO = 20.0  # That code's, of the policy to the engine.
 PRESETS = {
     "off": Correction(level="off", mode="truncate", low=0.0, high=2.0),
     "tis": Correction(level="token", mode="truncate", low=0.0, high=2.0),

@@ -89,6 +89,18 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def parsed(value: object) -> Any:
+    """Return what a JSON text says; anything else, and a text that is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
+
+
 def is_unicode(text: str) -> bool:
     """Return whether a text has no lone surrogates, which no encoding and no tokenizer takes."""
     try:

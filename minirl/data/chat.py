@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
-from minirl.base.reading import is_unicode, parse_json
+from minirl.base.reading import is_unicode, parsed
 
 ASKED = "minirl asks"  # What is asked of a template to see what it shows.
 Messages = list[dict]  # A chat: each with a role and a content.
@@ -145,18 +145,6 @@ def _named(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def parsed(value: object) -> Any:
-    """Return what a JSON text says; anything else, and a text that is no JSON, as it is."""
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        return None
-    try:
-        return parse_json(value)
-    except ValueError:
-        return value
-
-
 @lru_cache(maxsize=4)
 def wants_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Return whether a tokenizer's template shows a text only where it is a part of a list."""
@@ -232,9 +220,4 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         is_text(text),
         f"the text {text[:200]!r} has half of a surrogate pair, which is no character; remove it",
     )
-    return list(_encoded(tokenizer, text))
-
-
-@lru_cache(maxsize=64)  # The samples of a prompt have the same text, of thousands of tokens.
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

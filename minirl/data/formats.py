@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from minirl.base.errors import UserError, require
+from minirl.base.reading import parsed
 from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig
 from minirl.config.values import read_word
@@ -21,7 +22,6 @@ from minirl.data.chat import (
     RowPrompt,
     for_template,
     is_messages,
-    parsed,
     parts_of,
     text_of_part,
     to_messages,

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
-from minirl.base.reading import library_reads, read_text
+from minirl.base.reading import library_reads, parsed, read_text
 from minirl.config.shared import RowsConfig
-from minirl.data.chat import ASKED, Messages, parsed, render
+from minirl.data.chat import ASKED, Messages, render
 
 # What minirl gives to the tokenizer's `apply_chat_template`, or what has a setting or column.
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}

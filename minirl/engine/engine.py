@@ -190,6 +190,19 @@ class RolloutEngine:
         copies = {f"{layer}.{name}" for layer in self.latent for name in patches.COPIES}
         return {name: p.data for name, p in self.model.named_parameters() if name not in copies}
 
+    def padding(self) -> dict[str, int]:
+        """Return how many elements of each vocabulary parameter no checkpoint fills.
+
+        They are rows that vLLM adds to make the vocabulary divisible.
+        """
+        num_padding = {}
+        for name, module in self.model.named_modules():
+            if hasattr(module, "shard_indices"):
+                rows = module.shard_indices
+                num_rows = rows.num_elements_padded - rows.num_org_elements
+                num_padding[f"{name}.weight"] = num_rows * module.embedding_dim
+        return num_padding
+
     @property
     def kv_cache_tokens(self) -> int:
         """Return how many tokens the KV cache holds."""

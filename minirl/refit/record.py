@@ -134,7 +134,7 @@ def record_loader(
     covered: Counter[int] = Counter()
     for target in [*recorder.zeros, *(part.target for part in recorder.parts)]:
         covered[target.untyped_storage()._cdata] += target.numel()
-    padding = padding_of(engine)
+    padding = engine.padding()
     for name, parameter in engine.parameters().items():
         filled = covered[parameter.untyped_storage()._cdata]
         num_padding = padding.get(name, 0)
@@ -147,20 +147,6 @@ def record_loader(
         if num_padding:
             parameter[-num_padding // parameter.shape[1] :].zero_()
     return join(recorder.parts), recorder.zeros
-
-
-def padding_of(engine: RolloutEngine) -> dict[str, int]:
-    """Return how many elements of each vocabulary parameter no checkpoint fills.
-
-    They are rows that vLLM adds to make the vocabulary divisible.
-    """
-    num_padding = {}
-    for name, module in engine.model.named_modules():
-        if hasattr(module, "shard_indices"):
-            rows = module.shard_indices
-            num_rows = rows.num_elements_padded - rows.num_org_elements
-            num_padding[f"{name}.weight"] = num_rows * module.embedding_dim
-    return num_padding
 
 
 def in_files(slices: dict[str, list[CheckpointSlice]], weights: NamedTensors) -> NamedTensors:
@@ -330,7 +316,7 @@ def compare_with_oracle(refit: "Refit") -> None:
         UserError: on all ranks, if an engine's differ.
     """
     engine = refit.engine.parameters() if refit.engine else {}
-    padding = padding_of(refit.engine) if refit.engine else {}
+    padding = refit.engine.padding() if refit.engine else {}
     refitted = {name: p.clone() for name, p in engine.items()}
     for p in engine.values():
         p.fill_(torch.nan)
