@@ -814,3 +814,20 @@ def test_a_reply_after_many_broken_bytes_is_read_at_once(monkeypatch):
     assert conversation.decode_after(tokenizer, [second] * 5000, reply) == "so"
     assert sum(num_decoded) < 100
     assert conversation.decode_after(tokenizer, [second] * 5000, [first, second]) == "é"
+
+
+def test_a_prompt_is_tokenized_once_for_its_samples(monkeypatch):
+    """A long one takes milliseconds, in which the engine waits."""
+    tokenizer = make_tokenizer([])
+    texts = []
+    encode = chat.encode
+
+    def counting(tokenizer, text):
+        texts.append(text)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(chat, "encode", counting)
+    begun = [conversation.Conversation(tokenizer).append_raw("a long prompt") for _ in range(16)]
+    assert texts == ["a long prompt"]
+    begun[0].tokens.append(3)
+    assert begun[1].tokens == encode(tokenizer, "a long prompt")

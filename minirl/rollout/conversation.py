@@ -158,6 +158,12 @@ def decode_after(
     return decode(tokenizer, tokens, **options)
 
 
+@functools.lru_cache(maxsize=64)
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text: of a prompt once for all its samples, which begin together."""
+    return tuple(chat.encode(tokenizer, text))
+
+
 class Conversation:
     """The segments of an episode, or of a session of the endpoint.
 
@@ -279,7 +285,7 @@ class Conversation:
             ids = chat.encode(self.tokenizer, context + text)
             if ids[:1] == [token]:
                 return ids[1:]
-        return chat.encode(self.tokenizer, text)
+        return list(_encoded(self.tokenizer, text))
 
     def num_sampled(self) -> int:
         """Return the number of tokens in the loss, in all segments."""
