@@ -305,7 +305,8 @@ class Conversation:
         """Return a trajectory for each segment with sampled tokens, up to the last of these.
 
         All have the episode's `reward`. An episode without sampled tokens is one trajectory without
-        tokens, which is not trained on; its reward counts in its group.
+        tokens, which is not trained on; its reward counts in its group. It is called once, when the
+        episode has ended: the segments give up their tokens.
 
         Args:
             group: ticket of the prompt.

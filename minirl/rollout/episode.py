@@ -209,10 +209,11 @@ class EpisodeRunner:
             for name, value in e.row.items():
                 if name not in ("prompt", "rendered_prompt") and value is not None:
                     is_nested = isinstance(value, list | tuple | dict)
-                    columns[str(name)] = (BEGINNING.repr if is_nested else str)(value)
+                    text = BEGINNING.repr(value) if is_nested else str(value)
+                    columns[str(name)] = text[:MOST_CHARACTERS]
             info = {
                 "prompt": plain(e.row["prompt"]),
-                "row": {name: text[:MOST_CHARACTERS] for name, text in columns.items()},
+                "row": columns,
                 "completion": e.answer,
                 "source": e.row.get("data_source"),
                 "stopped": e.stopped and not e.truncated,

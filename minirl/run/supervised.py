@@ -154,7 +154,7 @@ class SupervisedTrainer(BaseTrainer):
             self.run = TrainingRun(cfg, self.policy, description)
             if cfg.batch_size > len(self.rows):
                 size = f"batch_size = {cfg.batch_size} is more than the {len(self.rows)} rows"
-                self.run.log.say(f"{size}, so that a step has each of them several times")
+                self.run.log.say(f"{size}, so that a step has some of them more than once")
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
