@@ -436,9 +436,9 @@ class LockstepTrainers(Trainers):
             if self.drawn:
                 counts = asdict(replace(self.drawn, trajectories=[]))
                 others = {"counts": counts, "rows": self.rows, "numbers": self.numbers}
-                lines = "".join(records.to_lines(self.drawn.trajectories))
+                lines = b"".join(records.to_lines(self.drawn.trajectories))
                 name = f"{DRAWN}-{self.mesh.rank}.json"
-                files = {name: json.dumps(others).encode(), f"{name}l": lines.encode()}
+                files = {name: json.dumps(others).encode(), f"{name}l": lines}
             self.run.saver.more_files = files
 
     def load_drawn(self, checkpoint: Path) -> StepRollout | None:

@@ -14,6 +14,7 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from minirl.base.errors import UserError, require
 
@@ -28,24 +29,39 @@ DISK_FAILURES = (
 )
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk; for files of a folder that is renamed later.
+@contextlib.contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file to write, and bring it to the disk at the end.
 
     What had the name is removed: to open a link would empty the file that it points to.
     """
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, or replace it, so that it is there as a whole or not at all."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write, which gets its name at the end, when it is on the disk as a whole."""
     partial = path.with_name(f"{path.name}.partial")
-    write_synced(partial, content.encode() if isinstance(content, str) else content)
+    with synced(partial) as file:
+        yield file
     partial.replace(path)
     sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and bring it to the disk; for files of a folder that is renamed later."""
+    with synced(path) as file:
+        file.write(data)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, or replace it, so that it is there as a whole or not at all."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,7 +13,6 @@ and the policy's `tokenizer.json`. A row of `trained` belongs to the line of any
 group, episode and segment.
 """
 
-import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minirl.base.files import write_whole
+from minirl.base.files import replacing
 
 SAMPLED = np.dtype(
     [
@@ -97,11 +96,10 @@ def write_tables(part: Part, sampled: np.ndarray, trained: np.ndarray, values: n
         trained: TRAINED [M].
         values: float32 [T, 3].
     """
-    tokens, table = io.BytesIO(), io.BytesIO()
-    np.save(tokens, values)
-    write_whole(part.values, tokens.getvalue())
-    np.savez(table, sampled=sampled, trained=trained)
-    write_whole(part.table, table.getvalue())
+    with replacing(part.values) as file:
+        np.save(file, values)
+    with replacing(part.table) as file:
+        np.savez(file, sampled=sampled, trained=trained)
 
 
 def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from minirl.base.errors import UserError, require
-from minirl.base.files import write_whole
+from minirl.base.files import replacing
 from minirl.base.reading import is_file, parse_json, read_text
 from minirl.parallel.mesh import Mesh, World
 from minirl.rollout import index
@@ -81,21 +81,22 @@ def write_step(
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = index.part_of(folder, step, mesh.rank)
-    lines = to_lines(trajectories)
-    sizes = [len(line) - 1 for line in lines]  # JSON is ASCII: a byte a character.
+    start = 0
     if appends:
         start = part.lines.stat().st_size
-        with part.lines.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-        return list(index.places(sizes, start))
-    part.table.unlink(missing_ok=True)  # another run may have left it
-    write_whole(part.lines, "".join(lines))
-    return list(index.places(sizes))
+    else:
+        part.table.unlink(missing_ok=True)  # another run may have left it
+    sizes = []
+    with part.lines.open("ab") if appends else replacing(part.lines) as file:
+        for line in to_lines(trajectories):  # A step may have gigabytes.
+            sizes.append(file.write(line) - 1)
+    return list(index.places(sizes, start))
 
 
-def to_lines(trajectories: list[Trajectory]) -> list[str]:
-    """Return the lines of a file of trajectories, each with its line feed."""
-    return [f"{json.dumps(to_record(t), default=np.ndarray.tolist)}\n" for t in trajectories]
+def to_lines(trajectories: list[Trajectory]) -> Iterator[bytes]:
+    """Yield the lines of a file of trajectories, each with its line feed."""
+    for t in trajectories:
+        yield f"{json.dumps(to_record(t), default=np.ndarray.tolist)}\n".encode()
 
 
 def drop_steps(folder: Path, first: int) -> None:
