@@ -141,6 +141,44 @@ def test_pictures_of_every_mode_are_taken(mode):
     assert rgb(to_url(picture.convert(through).convert(mode))).size == (50, 30)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "as it is"])
+def test_of_16_bits_the_upper_8_are_read(kind):
+    """Pillow's own conversion makes all above 255 white."""
+    ramp = Image.fromarray(np.arange(65536, dtype=np.uint16).reshape(256, 256))
+    assert ramp.mode == "I;16"
+    given: object = ramp
+    if kind != "as it is":
+        file = io.BytesIO()
+        ramp.save(file, kind)
+        given = file.getvalue()
+    pixels = np.asarray(rgb(to_url(given)))
+    assert (pixels == np.arange(256)[:, None, None]).all()
+
+
+@pytest.mark.parametrize(("kind", "largest"), [(np.int32, 256), (np.float32, 300), (np.float32, 1)])
+def test_numbers_without_a_scale_are_refused(kind, largest):
+    picture = Image.fromarray(np.full((9, 9), largest, kind))
+    with pytest.raises(BadImage, match="scale them to 0 to 255"):
+        to_url(picture)
+    assert (np.asarray(rgb(to_url(Image.fromarray(np.full((9, 9), 200, kind))))) == 200).all()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_on_white_as_on_a_server(mode):
+    """Without alpha, a drawing in black on nothing would be black all over."""
+    from vllm.multimodal.image import convert_image_mode
+
+    drawing = Image.new("RGBA", (4, 1))
+    drawing.putdata([(0, 0, 0, 0), (0, 0, 0, 255), (0, 0, 0, 100), (255, 0, 0, 255)])
+    file = io.BytesIO()
+    drawing.convert(mode).save(file, "PNG")
+    read = rgb(to_url(file.getvalue()))
+    with Image.open(io.BytesIO(file.getvalue())) as image:
+        assert np.array_equal(np.asarray(read), np.asarray(convert_image_mode(image, "RGB")))
+    if mode != "P":
+        assert np.asarray(read)[0, :3, 0].tolist() == [255, 0, 155]
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"])
 def test_images_of_every_format_are_read(kind):
     assert rgb(to_url(file_bytes(kind))).size == (50, 30)

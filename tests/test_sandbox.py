@@ -3,6 +3,8 @@ limit, and nothing outside changes."""
 
 import dataclasses
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -210,6 +212,52 @@ def test_each_has_a_clear_result_within_its_limit(harmed, name):
         assert says in r.output, r
         assert seconds < seconds_of(name) + 4.0, r
         assert len(r.output) <= 2000 + len("\n... (cut)")
+
+
+def test_time_without_a_core_does_not_count(monkeypatch):
+    limits = ProgramLimits(seconds=1.0)
+    assert run("import time\ntime.sleep(1.3)", limits).status == "timeout"
+    monkeypatch.setattr(runner, "seconds_without_core", lambda pid: 9.0)
+    assert run("import time\ntime.sleep(1.3)", limits).status == "ok"
+    assert run("import time\ntime.sleep(2.3)", limits).status == "timeout"
+
+
+WORK = "while time.process_time() < 0.4: pass\nprint('done', flush=True)\ntime.sleep(3)"
+
+
+@pytest.mark.parametrize("is_in_child", [False, True])
+def test_a_process_that_waits_for_a_core_is_noticed(is_in_child):
+    """It shares one core with another, alone or, as a process of tests does, in its child."""
+    program = f"import os, time\nif {is_in_child} and os.fork(): time.sleep(60)\n{WORK}"
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout and process.stdout.readline() == b"done\n"
+        assert runner.seconds_without_core(process.pid) > 0.1
+    finally:
+        os.sched_setaffinity(0, cores)
+        for started in (other, process):
+            started.kill()
+            started.wait()
+        process.stdout.close()
+
+
+def test_what_a_killed_run_has_left_is_removed_a_day_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("minirl-program-old", "minirl-program-new", "minirl-mine"):
+        (tmp_path / name / "program/deep").mkdir(parents=True)
+        (tmp_path / name / "program/main.py").write_text("x = 1")
+    (tmp_path / "minirl-program-link").symlink_to(outside)
+    yesterday = time.time() - 25 * 3600
+    for name in ("minirl-program-old", "minirl-mine", "outside"):
+        os.utime(tmp_path / name, (yesterday, yesterday))
+    runner.remove_left()
+    left = ["minirl-mine", "minirl-program-link", "minirl-program-new", "outside"]
+    assert sorted(os.listdir(tmp_path)) == left
 
 
 def test_nothing_outside_has_changed(harmed):

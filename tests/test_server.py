@@ -515,6 +515,8 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
         with pytest.raises(openai.BadRequestError) as long:
             await w.ask(messages=[{"role": "user", "content": "x" * 100}])
         assert long.value.code == "context_length_exceeded"
+        # By which agents' libraries know it.
+        assert "this model's maximum context length is 100 tokens" in str(long.value)
         with pytest.raises(anthropic.BadRequestError, match="engine.max_model_len = 100"):
             await w.message(messages=[{"role": "user", "content": "x" * 100}])
         assert w.said() == [] and w.engine.requests == []

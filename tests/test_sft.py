@@ -370,6 +370,34 @@ def test_an_answer_keeps_its_form_where_the_template_drops_what_was_thought_befo
     assert segments_of(template, messages, [3], "</s>") == [last]
 
 
+def test_an_answer_keeps_its_form_where_the_template_drops_the_system_prompt():
+    """Mistral's shows it with the last question alone, and has no header of an answer."""
+    template = (
+        "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '[INST] ' }}"
+        "{%- if loop.last and messages[0].role == 'system' -%}{{ messages[0].content + ' ' }}"
+        "{%- endif -%}{{ m.content + '[/INST]' }}{%- elif m.role == 'tool' -%}"
+        "{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == 'assistant' -%}"
+        "{{ ' ' + ('[CALL] add' if m.tool_calls else m.content) + '</s>' }}{%- endif -%}"
+        "{%- endfor -%}"
+    )
+    tokenizer = tokenizer_for(template)
+    system = {"role": "system", "content": "Sys."}
+    messages = [system, HI, CALL, TOOL, DONE]
+    asked = by_hand(tokenizer, "[INST] Sys. hi there[/INST]", [" [CALL] add</s>"])
+    done = by_hand(
+        tokenizer, "[INST] hi there[/INST] [CALL] add</s>[RESULT] 5[/RESULT]", [" It is 5.</s>"]
+    )
+    assert segments_of(template, messages, [2, 4], "</s>") == [asked, done]
+    without = by_hand(
+        tokenizer,
+        "[INST] hi there[/INST]",
+        [" [CALL] add</s>"],
+        "[RESULT] 5[/RESULT]",
+        [" It is 5.</s>"],
+    )
+    assert segments_of(template, messages[1:], [1, 3], "</s>") == [without]
+
+
 def test_a_template_sees_no_field_that_is_none():
     """A table has all columns in each row, and all fields in each part."""
     template = (

@@ -241,7 +241,8 @@ def _answer_in(
 ) -> str:
     """Return how a rendering shows an answer after which the template rewrites what was before.
 
-    gpt-oss drops the thoughts before a call once a final answer follows. Empty: it is not found.
+    gpt-oss drops the thoughts before a call once a final answer follows, Mistral's the system
+    prompt once any answer follows. Empty: it is not found.
 
     Args:
         text: the rendering of the chat up to the answer.
@@ -254,6 +255,10 @@ def _answer_in(
     others = show([*messages[:index], other], header=False)
     num_shared = len(os.path.commonprefix([text, others]))
     header = before[len(os.path.commonprefix([before, show(messages[:index], header=False)])) :]
+    asked = messages[index - 1]["content"]
+    if not header and isinstance(asked, str) and asked.strip() in before:
+        # Mistral's: the question ends as the answer's header does.
+        header = before[before.rfind(asked.strip()) :]
     place = text.rfind(header, 0, num_shared) if header else -1
     return text[place + len(header) :] if place >= 0 else ""
 

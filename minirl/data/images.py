@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import cachetools
+import numpy as np
 from PIL import Image, ImageOps
 
 from minirl.base.errors import UserError
@@ -22,7 +23,7 @@ from minirl.data.chat import Messages, parts_of
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
 # JPEG's opens MPO, too.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 MAX_FILE_BYTES = 64 * 2**20
 DECODED_BYTES = 2**28  # Of the images that are kept decoded.
 
@@ -75,15 +76,33 @@ def to_url(image: object) -> str:
 
 def _png(image: Image.Image) -> bytes:
     """Return the file of a PIL image. Raises BadImage for one that has no colours to convert."""
-    upright = ImageOps.exif_transpose(image)
     file = io.BytesIO()
     try:
+        upright = _upright(image)
         if upright.mode not in PNG_MODES:
             upright = upright.convert("RGBA" if upright.mode == "RGBa" else "RGB")
         upright.save(file, "PNG")
     except (OSError, ValueError) as error:
         raise BadImage(f"an image of mode {image.mode} cannot be read ({error})") from error
     return file.getvalue()
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return an image with 8 bits a colour, turned as its file says.
+
+    Of 16 bits it takes the upper 8. Raises ValueError for numbers that have no such scale.
+    """
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    if upright.mode in ("I", "F"):
+        values = np.asarray(upright)
+        is_share = upright.mode == "F" and 0 < values.max() <= 1
+        if values.min() < 0 or values.max() > 255 or is_share:
+            raise ValueError(
+                f"its values are {values.min()} to {values.max()}; scale them to 0 to 255"
+            )
+    return upright
 
 
 # The samples of a prompt read the same image. Environments show images from their threads.
@@ -94,11 +113,19 @@ def _png(image: Image.Image) -> bytes:
 def rgb(url: str) -> Image.Image:
     """Return the pixels of a data URL, which nobody may change. Those read last are kept.
 
+    What is transparent is put on white, as vLLM's server does it.
+
     Raises:
         BadImage: it holds no image, or one that is too large.
     """
     with _open(url) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        upright = _upright(image)
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            on_white = Image.new("RGB", upright.size, "white")
+            on_white.paste(upright, mask=upright.getchannel("A"))
+            return on_white
+        return upright.convert("RGB")
 
 
 def size(url: str) -> tuple[int, int]:

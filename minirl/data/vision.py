@@ -72,7 +72,8 @@ class Vision(ABC):
             return self.tokens_of_size(height, width)
         except ValueError as error:
             raise BadImage(
-                f"an image of {width} x {height} pixels cannot be read ({error}): {url[:60]!r}"
+                f"an image of {width} x {height} pixels cannot be read ({error}); cut or pad it, "
+                "or leave it out"
             ) from error
 
     @abstractmethod

@@ -368,6 +368,14 @@ class SessionState:
         """The most tokens of a context."""
         return self.sampling.context(self.engine_loop.engine.cfg.max_model_len)
 
+    @property
+    def limit(self) -> str:
+        """The most tokens of a context as OpenAI's server says it, by which clients know it."""
+        return (
+            f"this model's maximum context length is {self.max_model_len} tokens "
+            f"(engine.max_model_len = {self.max_model_len})"
+        )
+
     def metrics(self) -> dict[str, float]:
         """Return numbers for the log: `endpoint/NAME`."""
         num_guided = self.conversation.num_guided()
@@ -391,8 +399,7 @@ class SessionState:
         for text, urls in request.render_prompts(self.conversation, self.sampled_texts):
             if len(text) > longest:  # Whatever its tokens are; to tokenize megabytes takes seconds.
                 raise BadRequest(
-                    f"the prompt has {len(text)} characters, and engine.max_model_len = "
-                    f"{self.max_model_len} has room for {longest}",
+                    f"{self.limit}: {longest} characters at most, and the prompt has {len(text)}",
                     code="context_length_exceeded",
                 )
             prompts.append(self.conversation.tokenize_prompt(text, urls))
@@ -583,8 +590,8 @@ class PendingResponse:
             room = session.max_model_len - len(prompt.tokens)
             if room < 1:
                 raise BadRequest(
-                    f"the prompt has {len(prompt.tokens)} tokens, and engine.max_model_len = "
-                    f"{session.max_model_len} leaves no room for a completion",
+                    f"{session.limit}: the prompt has {len(prompt.tokens)}, which leaves no room "
+                    "for a completion",
                     code="context_length_exceeded",
                 )
             most = min(request.max_tokens or room, session.sampling.max_tokens, room)
