@@ -177,6 +177,8 @@ def test_what_is_transparent_is_on_white_as_on_a_server(mode):
         assert np.array_equal(np.asarray(read), np.asarray(convert_image_mode(image, "RGB")))
     if mode != "P":
         assert np.asarray(read)[0, :3, 0].tolist() == [255, 0, 155]
+    alone = rgb(to_url(drawing.convert("RGBa")))
+    assert np.asarray(alone)[0, :2, 0].tolist() == [255, 0]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"])

@@ -80,7 +80,7 @@ def _png(image: Image.Image) -> bytes:
     try:
         upright = _upright(image)
         if upright.mode not in PNG_MODES:
-            upright = upright.convert("RGBA" if upright.mode == "RGBa" else "RGB")
+            upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
         upright.save(file, "PNG")
     except (OSError, ValueError) as error:
         raise BadImage(f"an image of mode {image.mode} cannot be read ({error})") from error
