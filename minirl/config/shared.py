@@ -92,8 +92,8 @@ class RowsConfig:
     #: `image`), for the parts {"type": "image"} of its messages, or before its text.
     images_key: str = "images"
     #: Column of the prompt: a text, or a list of chat messages. Where a row has no `prompt`:
-    #: instruction, input, context_messages or messages. Here and in the settings of other columns
-    #: dots lead into nested values: reward_model.ground_truth.
+    #: instruction, input, context_messages, messages or conversations. Here and in the settings of
+    #: other columns dots lead into nested values: reward_model.ground_truth.
     prompt_key: str = "prompt"
     system_prompt: str = ""  # Put before chats that have no system message.
     chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
@@ -292,7 +292,7 @@ class EvalConfig:
     """Evaluation on held-out prompts."""
 
     every: NonNegativeInt = 10  # RL steps between evaluations; 0: only before and after.
-    samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
+    samples: PositiveInt = 1  # Answers per prompt; pass@samples is reported; accuracy is pass@1.
     temperature: NonNegative = 1.0  # Of sampling; 0: the likeliest token.
     #: As rollout.top_p and rollout.top_k, which RL cannot train with, for evaluation alone. None:
     #: those of `rollout`.
@@ -309,10 +309,10 @@ class EvalConfig:
 class CheckpointConfig:
     """Which checkpoints are written and kept.
 
-    The best metric is one of: in RL accuracy, reward or pass@k; in SFT loss or perplexity (less is
-    better); for pairs loss, accuracy or margin. The evaluation of step N scores the weights after N
-    steps, so it belongs to checkpoint N, and `every` must be a multiple of eval.every. A later
-    equal score does not replace an earlier one.
+    The best metric is one of: in RL accuracy, reward or pass@SAMPLES; in SFT loss or perplexity
+    (less is better); for pairs and in KTO loss, accuracy or margin. The evaluation of step N scores
+    the weights after N steps, so it belongs to checkpoint N, and `every` must be a multiple of
+    eval.every. A later equal score does not replace an earlier one.
     """
 
     #: Steps between checkpoints. Checkpoint N holds the weights after N steps. 0: none.

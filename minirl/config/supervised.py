@@ -128,7 +128,7 @@ class KTOLossConfig:
     """The loss of learning from single answers that were judged."""
 
     #: kto: against the KL to the reference, which answers of other rows of the batch estimate.
-    #: apo_zero_unpaired: against 0, without that estimate, which saves three forward passes.
+    #: apo_zero_unpaired: against 0, without that estimate, which saves two forward passes.
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     #: Scale of the reward beta log(policy / reference). The larger, the nearer the policy stays to
     #: the reference.

@@ -42,7 +42,7 @@ class Tools(Env):
     Args:
         names: of tools, separated by commas.
         output: longest reply in characters.
-        seconds: wall time that a program may take.
+        seconds: wall time that a program may take; twice that where no core is free.
         memory_mb: address space of a program in MiB.
         corpus: a source of passages (data/sources.py).
         passages: number of passages that answer a search.

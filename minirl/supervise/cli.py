@@ -27,8 +27,8 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 def run(config: type, program: "str | Callable[[Any, Mesh], object]", split: str = "") -> NoReturn:
     """Read the flags, join the other ranks, run the program and leave.
 
-    Exit code 0: done, or stopped by a signal with a checkpoint to resume from. 2: a mistake that
-    the user can correct, said in one message. 1: a crash. 128 and more: ended at once by a signal.
+    Exit code 0: done, or stopped by a signal, to be resumed. 2: a mistake that the user can
+    correct, said in one message. 1: a crash. 128 and more: ended at once by a signal.
 
     Args:
         config: the class of the program's config.

@@ -362,7 +362,7 @@ class Watch(Oversight):
             self.requested = True
             if self._set_first(STOP, str(self.rank)) == str(self.rank):
                 with contextlib.suppress(OSError, ValueError):
-                    say(f"{number.name}: the run ends after this step, with a checkpoint")
+                    say(f"{number.name}: the run ends after this step")
 
 
 def _launcher() -> str:
