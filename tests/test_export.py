@@ -301,6 +301,9 @@ def test_companions_are_read_by_transformers_4_too():
     tokens = {"extra_special_tokens": ["<a>"], "eos_token": "<b>"}
     name_special_tokens(tokens)
     assert tokens == {"additional_special_tokens": ["<a>"], "eos_token": "<b>"}
+    tokens = {"tokenizer_class": "TokenizersBackend"}
+    name_special_tokens(tokens)
+    assert tokens == {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def test_an_export_is_the_config_that_it_was_for_transformers_5(tmp_path):

@@ -4,6 +4,8 @@ finds alone; one clear error on all ranks; costs that grow as the rows do."""
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -13,6 +15,7 @@ import tiny
 from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows
 from minirl.base.errors import UserError
+from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.data.chat import encode, render
@@ -26,7 +29,8 @@ from minirl.data.sources import JsonLines
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
 from minirl.rewards.loading import make_rewards
-from minirl.run.inputs import NO_ANSWER, UNGRADED, PromptChecks
+from minirl.run.inputs import NO_ANSWER, UNGRADED, PromptChecks, check_same_rows
+from minirl.run.metrics import Progress
 
 
 def jsonl(path, rows):
@@ -369,6 +373,35 @@ def test_a_stretch_of_the_order_is_its_rows_one_by_one():
         for first, last in ((0, 3), (5, 23), (6, 7), (4, 4)):
             wanted = [one[n] for n in range(first, last)]
             assert all_at_once.rows(first, last).tolist() == wanted
+
+
+def test_a_resumed_run_knows_its_rows(tmp_path, capfd):
+    """By their number, their order and what they hold; a file may have been written again."""
+    train = [{"prompt": f"p{n}"} for n in range(300)]
+    held_out = [{"prompt": f"h{n}"} for n in range(8)]
+    cfg = RLConfig(output=str(tmp_path), resume=True)
+    check = partial(check_same_rows, cfg, ALONE, "300 prompts")
+    hashes = check(train, held_out)
+    checkpoint = tmp_path / "checkpoints/step-2"
+    checkpoint.mkdir(parents=True)
+    progress = asdict(Progress(data="300 old prompts", rows=hashes, outcomes="some"))
+    (checkpoint / "progress.json").write_text(json.dumps({"progress": progress}))
+    (tmp_path / "checkpoints/step-4").mkdir()
+    (tmp_path / "checkpoints/step-4/progress.json").write_text("damaged")
+
+    assert check(train, held_out, by_outcomes=True) == hashes and capfd.readouterr().err == ""
+    for other in (train[:-1], train[::-1], [*train[:-1], {"prompt": "new"}]):
+        assert check(other, held_out) != hashes
+        said = capfd.readouterr().err
+        assert "other data than before (300 old prompts): its rows come in another ord" in said
+        assert "held out" not in said
+        with pytest.raises(UserError, match="the outcomes of the old ones; resume with the same"):
+            check(other, held_out, by_outcomes=True)
+    check(train, held_out[1:])
+    assert "other ones are held out, which may have been trained on" in capfd.readouterr().err
+    cfg.resume = False
+    check(train[:-1], held_out)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_curriculum_draws_by_weight():

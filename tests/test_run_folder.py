@@ -790,6 +790,8 @@ def changed(cfg, name, value):
         (RLConfig, "policy.scratch.phrases", ["a phrase"]),
         (RLConfig, "ref.model", "other"),
         (RLConfig, "critic.model", "other"),
+        (RLConfig, "policy.optimizer", "muon"),
+        (RLConfig, "policy.ema_decay", 0.9),
         (RLConfig, "reward.model", "other"),
         (RLConfig, "sft.num_steps", 3),
         (RLConfig, "algo.advantage", "gae"),

@@ -959,8 +959,9 @@ def test_a_resumed_run_says_that_its_file_has_other_rows(tmp_path, capfd):
     written(source, conversations(30))
     ranks(1, train, given)
     before = re.search(r"parameters, (.* held out); writing", capfd.readouterr().err)[1]
-    for num, says in ((30, False), (32, True)):
-        written(source, conversations(num))
+    rows = conversations(32)
+    for given_rows, says in ((rows[:30], False), (rows[29::-1], True), (rows, True)):
+        written(source, given_rows)
         ranks(1, train, [*given, "--resume"])
         assert (f"other data than before ({before}): its" in capfd.readouterr().err) == says
 

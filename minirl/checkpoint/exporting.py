@@ -181,10 +181,12 @@ def write_rope_alike(config: dict[str, Any]) -> None:
 
 
 def name_special_tokens(config: dict[str, Any]) -> None:
-    """Give a list of special tokens in a tokenizer_config.json the name that transformers 4 reads.
+    """Give class and special tokens in a tokenizer_config.json the names that transformers 4 reads.
 
     There, `extra_special_tokens` is a dictionary, and a list of that name an error.
     """
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
 

@@ -47,6 +47,7 @@ FIXED = {
     "sft.num_steps": "the model that RL begins with",
     "*.freeze": "which weights the optimizer's state is of",
     "*.lora.*": "which weights are trained",
+    "*.optimizer": "what the optimizer's state is",
 }
 # Where a run is and how it is started is no setting of it.
 IGNORED = ("output", "resume")
@@ -201,6 +202,12 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
             name != "algo.advantage" or now != "gae",
             f"resume: {name} = {now!r}, and the run was begun with {before!r}: it has no critic; "
             "set it as it was, or start in another output folder",
+        )
+        require(
+            not name.endswith(".ema_decay") or bool(before) == bool(now),
+            f"resume: {name} = {now!r}, and the run was begun with {before!r}: averages of weights "
+            "are kept from the first step on or never; set it as it was, or start in another "
+            "output folder",
         )
         changed.append(f"{name} {before!r} -> {now!r}")
     return changed

@@ -24,6 +24,7 @@ from minirl.parallel.mesh import World
 # bytes do.
 DIGEST = np.dtype([("prompt", ">u8"), ("row", ">u8")])
 DIGEST_BYTES = DIGEST.itemsize
+NUM_LOOKED_AT = 256  # Rows by which a resumed run knows whether it has those of before.
 NUM_PARTS = 64  # Digests are sorted in so many parts; a power of 2.
 # mark(row): bits that say what a program wants to know of a row, 0 to 255.
 Mark = Callable[[dict], int]
@@ -140,6 +141,18 @@ def _bytes_of(value: object) -> bytes:
         return json.dumps(value).encode()
     except TypeError:  # values that JSON does not have, such as the bytes of Parquet
         return pickle.dumps(value)
+
+
+def hash_of(rows: Sequence[dict]) -> str:
+    """Return eight digits that change with the number of rows, their order, and what they hold.
+
+    Of many rows some are looked at, from the first to the last.
+    """
+    found = hashlib.sha256(str(len(rows)).encode())
+    numbers = np.linspace(0, len(rows) - 1, min(len(rows), NUM_LOOKED_AT))
+    for number in numbers.astype(np.int64).tolist():
+        found.update(_bytes_of(rows[number]))
+    return found.hexdigest()[:8]
 
 
 def _asked(row: dict) -> int:

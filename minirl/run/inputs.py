@@ -3,7 +3,9 @@
 Each function raises UserError at the first thing that is missing or cannot work.
 """
 
+import contextlib
 import glob
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -42,7 +44,7 @@ from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import check_settings, validate_warmup
 from minirl.data.formats import has_calls
 from minirl.data.lengths import LengthBound, check_lengths
-from minirl.data.order import Mark, read_rows
+from minirl.data.order import Mark, hash_of, read_rows
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows, errors_at
 from minirl.data.tokenizer import (
@@ -73,6 +75,7 @@ from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rewards.scoring import Rewards
 from minirl.rollout import records
 from minirl.run import user_algorithms
+from minirl.run.metrics import Progress
 
 # Marks that a row of prompts gets while it is read.
 UNGRADED = 1  # A reward function cannot grade it.
@@ -120,6 +123,7 @@ class Inputs:
         num_updates: optimizer steps of the policy in them.
         stop_ids: tokens that end an answer.
         description: the numbers of prompts, for the log.
+        rows: what stands for the rows, for a checkpoint.
     """
 
     def __init__(self, cfg: RLConfig, mesh: World):
@@ -198,6 +202,10 @@ class Inputs:
             try_rewards(self.rewards, self.prompts, cfg.reward.threads, mesh)
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         check_steps_left(cfg, self.num_steps)
+        by_outcomes = cfg.rollout.curriculum_floor > 0
+        self.rows = check_same_rows(
+            cfg, mesh, self.description, train, held_out, by_outcomes=by_outcomes
+        )
         num_trained = self.num_steps
         if cfg.algo.advantage == "gae":
             num_trained -= cfg.critic.warmup_steps
@@ -389,6 +397,61 @@ def check_steps_left(cfg: TrainingConfig, num_steps: int) -> None:
         f"num_epochs) ends the run at step {num_steps}; raise it, or remove the checkpoints after "
         f"step {num_steps} to resume from an earlier one",
     )
+
+
+def check_same_rows(
+    cfg: RLConfig | SupervisedConfig,
+    mesh: World,
+    description: str,
+    train: Rows,
+    held_out: Rows,
+    *,
+    by_outcomes: bool = False,
+) -> str:
+    """Say if a resumed run has other rows than before. Collective.
+
+    Args:
+        cfg: the config.
+        mesh: the ranks.
+        description: the data in a few words.
+        train: the rows to train on.
+        held_out: the held-out rows.
+        by_outcomes: the outcomes of rows in past steps, which a checkpoint has by their numbers,
+            decide which ones come next.
+
+    Returns:
+        What stands for the rows in a checkpoint: a hash of those to train on, and of the others.
+
+    Raises:
+        UserError: on all ranks: the outcomes in the checkpoint are those of other rows.
+    """
+    rows = f"{hash_of(train)} {hash_of(held_out)}"
+    with errors_of_all(mesh):
+        before = _newest_progress(Path(cfg.output)) if cfg.resume and mesh.rank == 0 else None
+        if before and before.rows != rows:
+            text = f"other data than before ({before.data}): its rows come in another order"
+            require(
+                not by_outcomes or not before.outcomes,
+                f"resume: {text}, and rollout.curriculum_floor > 0 draws them by the outcomes of "
+                "the old ones; resume with the same data, or set it to 0",
+            )
+            if not cfg.data.eval and before.rows.split()[1:] != rows.split()[1:]:
+                text += (
+                    ", and other ones are held out, which may have been trained on; write the old "
+                    "held-out rows into a file and name it by data.eval"
+                )
+            say(text)
+    return rows
+
+
+def _newest_progress(output: Path) -> Progress | None:
+    """Return the progress in a run's newest checkpoint; None: there is none."""
+    for checkpoint in reversed(finished(output).values()):
+        # One that is damaged is set aside, with a message, when it is read as a whole.
+        with contextlib.suppress(OSError, ValueError):
+            description = json.loads((checkpoint / "progress.json").read_bytes())
+            return Progress(**description["progress"])
+    return None
 
 
 # Files of a start that was killed while it made its model. A new start makes them again.

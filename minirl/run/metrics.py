@@ -83,10 +83,8 @@ def _of_episodes(episodes: list[Trajectory], threshold: float) -> list[tuple[str
         source = t.info["source"]
         if source:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
-            values += [
-                (f"source/{source}/accuracy", score >= threshold),
-                (f"source/{source}/reward", score),
-            ]
+            values.append((f"source/{source}/accuracy", score >= threshold))
+            values.append((f"source/{source}/reward", score))
     return values
 
 
@@ -159,6 +157,7 @@ class Progress:
     reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     outcomes: str = ""  # Outcomes of prompts in past steps, as a curriculum saves them.
     data: str = ""  # The data in a few words.
+    rows: str = ""  # What stands for the rows to train on and, after a space, the held-out ones.
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         """Add seconds by phase, and tokens by kind."""

@@ -32,6 +32,7 @@ from minirl.run.inputs import (
     Inputs,
     check_output,
     check_same_models,
+    check_same_rows,
     check_steps_left,
     find_model,
     find_other_model,
@@ -138,6 +139,8 @@ class SupervisedTrainer(BaseTrainer):
             num_steps = math.ceil(exact - 1e-9)  # 1.1 * 100 is more than 110
             self.num_steps = cfg.num_steps or max(1, num_steps)
             check_steps_left(cfg, self.num_steps)
+            description = f"{len(self.rows)} rows, {len(self.held_out)} held out"
+            hashes = check_same_rows(cfg, mesh, description, train, held_out)
 
             # 3. Models.
             self.check_model()
@@ -150,8 +153,7 @@ class SupervisedTrainer(BaseTrainer):
                 found = find_other_model(cfg.reference, files.config, cfg.parallel, "reference")
                 with self.timer.phase("reference"):
                     self.ref = self.make_reference(found or files.folder)
-            description = f"{len(self.rows)} rows, {len(self.held_out)} held out"
-            self.run = TrainingRun(cfg, self.policy, description)
+            self.run = TrainingRun(cfg, self.policy, description, hashes)
             if cfg.batch_size > len(self.rows):
                 size = f"batch_size = {cfg.batch_size} is more than the {len(self.rows)} rows"
                 self.run.log.say(f"{size}, so that a step has some of them more than once")

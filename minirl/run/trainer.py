@@ -49,12 +49,13 @@ class TrainingRun:
         cfg: the config; with `resume`, policy and progress become those of the newest checkpoint.
         policy: the trained model; the run uses its mesh and timer.
         description: the data in a few words, for the first line of the log.
+        rows: what stands for the rows, as `check_same_rows` returns it.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer.
     """
 
-    def __init__(self, cfg: TrainingConfig, policy: Policy, description: str):
+    def __init__(self, cfg: TrainingConfig, policy: Policy, description: str, rows: str = ""):
         mesh = policy.mesh
         self.cfg = cfg
         self.policy = policy
@@ -114,13 +115,10 @@ class TrainingRun:
         )
         if self.resumed_from:
             self.log.say(f"resuming at step {self.first_step} from {self.resumed_from}")
-            if self.progress.data != description:
-                self.log.say(
-                    f"other data than before ({self.progress.data}): its rows come in another order"
-                )
         elif cfg.resume:
             self.log.say("no finished checkpoint to resume from; starting at step 0")
         self.progress.data = description
+        self.progress.rows = rows
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints, and restore it if the run is resumed.
