@@ -5,6 +5,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -13,6 +14,8 @@ import struct
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -27,6 +30,7 @@ from minirl.config.shared import EndpointConfig, LimitsConfig, RewardConfig
 from minirl.config.supervised import ServeConfig
 from minirl.data import images
 from minirl.endpoint import completions
+from minirl.endpoint.http import bind
 from minirl.endpoint.reward_server import serve
 from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import Sampling
@@ -459,6 +463,42 @@ def is_up(port):
 
 def lengths(rows):
     return [len(row.tokens) / 4 for row in rows]
+
+
+def test_equal_texts_have_equal_scores_whatever_they_are_scored_with():
+    """Rounding depends on the batch, and equal answers to a prompt must teach nothing."""
+    numbers = itertools.count()
+    with scoring(lambda rows: [float(next(numbers)) for _ in rows]) as url:
+        asked = [httpx.post(url, json={"query": query}) for query in (["a", "b"], ["c", "a"])]
+        assert [reply.json()["rewards"] for reply in asked] == [[0.0, 1.0], [2.0, 0.0]]
+
+
+def test_a_dead_endpoint_is_passed_over():
+    """By each request, whatever others ask meanwhile."""
+    with scoring(lengths) as url, socket.create_server(("127.0.0.1", 0)) as closed:
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}/"
+        closed.close()
+        cfg = RewardConfig(retries=1, backoff_seconds=60.0)  # It would be too long to wait once.
+        reward = RemoteReward(f"{url},{dead}", cfg)
+        with ThreadPoolExecutor(4) as threads:
+            ask = partial(reward, "q", row={"rendered_prompt": "ab"})
+            assert list(threads.map(ask, ["cd"] * 40)) == [1.0] * 40
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1/x", "http://a:b/x", "http://a:99999/x", "ftp://a/b", "a"]
+)
+def test_what_is_no_address_of_an_endpoint_is_refused(url):
+    with pytest.raises(UserError, match="is not of the form http://host:port/path"):
+        RemoteReward(url, RewardConfig())
+
+
+def test_servers_answer_without_waiting_for_the_client():
+    """Nagle's algorithm and delayed acknowledgements make 40 ms of each request."""
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_requests_that_come_together_share_a_forward():

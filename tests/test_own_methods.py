@@ -120,6 +120,26 @@ WRONG_ESTIMATORS = {
     ),
     "by token, NaN": ("batch, rewards, cfg", "return rewards / 0", "are not finite"),
     "by token, raises": ("batch, rewards, cfg", "return batch.valeus", "raised AttributeError"),
+    "by token, of the batch": (
+        "batch, rewards, cfg",
+        "return rewards - rewards.mean()",
+        "the advantage of a token must not depend on other sequences",
+    ),
+    "by token, changes": (
+        "batch, rewards, cfg",
+        "batch.old_logprobs.zero_(); return rewards",
+        "it changes old_logprobs, which is read again",
+    ),
+    "of answers, 0 / 0": (
+        "rewards, groups",
+        "return (rewards - 0.5) / (rewards - 0.5) * (groups == 2)",
+        "1 of them are not finite, the first for an answer with reward .0.5.",
+    ),
+    "of answers, in rows": (
+        "rewards, groups",
+        "return (rewards.view(-1, 3) - rewards.view(-1, 3).mean(1, True)).view(-1)",
+        "raised RuntimeError",
+    ),
     "by token, no critic": ("batch, rewards, cfg", "return batch.values * 2", "raised TypeError"),
     "of answers, a list": ("rewards, groups", "return rewards.tolist()", "it returned"),
     "four": ("a, b, c, d", "return a", "raised TypeError"),
@@ -133,8 +153,9 @@ def test_a_wrong_estimator_is_told_at_the_start(file, name):
     declared = f"@estimator(by_token={is_declared})\n"
     importing = "from minirl.algo.advantages import estimator\n"
     path = file(f"{importing}{declared}def wrong({parameters}): {body}")
-    with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
-        user_algorithms.check_methods(config(f"{path}:wrong"), Oversight())
+    with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong(:| must).*{message}"):
+        # Of 3 answers to a prompt, one more than to the prompt with equal rewards.
+        user_algorithms.check_methods(config(f"{path}:wrong", samples=3), Oversight())
 
 
 def test_an_estimator_that_compares_a_whole_step_is_refused_where_it_comes_in_parts(file):
@@ -262,6 +283,23 @@ WRONG_LOSSES = {
     "leaves": ("raise SystemExit(0)", "SystemExit"),
     "a name": ("return -logprobs, {'loss': logprobs}", "a step has metrics named loss already"),
     "a name of the run's": ("return -logprobs, {'reward': logprobs}", "metrics named reward"),
+    "a name of the log's": ("return -logprobs, {'step': logprobs}", "metrics named step"),
+    "a number as a name": (
+        "return -logprobs, {3: logprobs}",
+        r"names of metrics are texts, not .3",
+    ),
+    "a name now and then": (
+        "return -logprobs, {'far': logprobs} if (logprobs - batch.old_logprobs).max() > 2 else {}",
+        "the same names at each call, on all ranks, and are none or far",
+    ),
+    "changes": (
+        "adv = batch.advantages; adv[adv < 0] *= 0.5; return -logprobs * adv, {}",
+        "it changes advantages, which is read again after it; work on a .clone",
+    ),
+    "whitens": (
+        "return -logprobs * (batch.advantages - batch.advantages.mean()), {}",
+        "its loss of a token must not depend on other sequences of the batch",
+    ),
     "0 / 0": (
         "return -logprobs * batch.advantages / entropy.detach(), {}",
         "its loss is not finite at tokens outside the loss",

@@ -152,7 +152,7 @@ class Vision(ABC):
 
         Args:
             sequences: the sequences of the micro-batch, end to end.
-            device: where the tensors are to be.
+            device: where the tensors are to be, but for the pixels.
         """
         # 1. The images that are needed, each with a number. One that begins after the last row of
         # a sequence is not.
@@ -178,7 +178,7 @@ class Vision(ABC):
         rows = np.flatnonzero(all_features >= 0)
         places = self.place_patches(inputs, sequences, numbers)
         return ImageBatch(
-            pixels=inputs["pixel_values"].to(device),
+            pixels=inputs["pixel_values"],
             rows=torch.from_numpy(rows).to(device),
             features=torch.from_numpy(all_features[rows]).to(device),
             **{name: tensor.to(device) for name, tensor in places.items()},

@@ -5,6 +5,7 @@ refused before it joins others, and each request of a forward that fails is trie
 """
 
 import asyncio
+import hashlib
 import itertools
 import math
 import secrets
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from cachetools import LRUCache
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -25,6 +27,7 @@ from minirl.types.packed import Trajectory
 
 Encode = Callable[[str], Trajectory]  # raises UserError
 Score = Callable[[list[Trajectory]], list[float]]
+NUM_KNOWN = 2**17  # Scores that are kept, of the last texts.
 
 
 def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
@@ -87,6 +90,9 @@ class Batcher:
         self.model = ThreadPoolExecutor(1, thread_name_prefix="score")
         self.running = asyncio.Lock()
         self.waiting: list[_Waiting] = []
+        # By the hash of a text. What is scored together decides the last bits of a score, and equal
+        # answers must earn the same.
+        self.known: LRUCache[bytes, float] = LRUCache(NUM_KNOWN)
 
     async def score(self, texts: list[str]) -> list[float]:
         """Return the scores of the texts, in their order.
@@ -108,7 +114,10 @@ class Batcher:
                 batch = self.waiting
                 self.waiting = []
                 await self._score_batch(batch)
-        scores = mine.scores.result()
+        scores = []
+        for text, new_score in zip(texts, mine.scores.result(), strict=True):
+            digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+            scores.append(self.known.setdefault(digest, new_score))
         for number, score in enumerate(scores):
             if not math.isfinite(score):  # another try would not help
                 raise http.BadRequest(f"query {number} was scored {score}", 422)

@@ -61,11 +61,12 @@ def last_hidden(
 
 def _look(model: "CausalModel", images: ImageBatch) -> Any:
     """Return what a tower makes of images; `pooler_output` is [..., features, H]."""
+    pixels = images.pixels.to(images.rows.device)
     if images.places is not None:
         # Not by `get_image_features`, where the host waits for numbers of tokens to split them by.
-        tower = model.model.vision_tower(images.pixels, images.places)
+        tower = model.model.vision_tower(pixels, images.places)
         tower.pooler_output = model.model.embed_vision(tower.last_hidden_state)
         return tower
     if images.grids is None:
-        return model.model.get_image_features(images.pixels)
-    return model.model.visual(images.pixels, grid_thw=images.grids)
+        return model.model.get_image_features(pixels)
+    return model.model.visual(pixels, grid_thw=images.grids)

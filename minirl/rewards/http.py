@@ -17,7 +17,6 @@ import json
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -46,9 +45,13 @@ class RemoteReward:
         """
         urls = [url.strip() for url in name.split(",")]
         for url in urls:
-            parts = urlsplit(url)
+            is_address = False
+            with contextlib.suppress(ValueError, httpx.InvalidURL):
+                parts = httpx.URL(url)
+                is_address = parts.scheme in ("http", "https") and bool(parts.host)
+                is_address &= parts.port is None or 0 < parts.port < 2**16
             require(
-                parts.scheme.startswith("http") and parts.hostname,
+                is_address,
                 f"reward.function = {name}: {url!r} is not of the form http://host:port/path",
             )
         self.name = name
@@ -59,7 +62,8 @@ class RemoteReward:
             headers["Authorization"] = f"Bearer {key}"
         # `_send` keeps the time; this ends what it has abandoned.
         self.client = httpx.Client(timeout=2 * cfg.timeout_seconds, headers=headers)
-        self.urls = itertools.cycle(urls)
+        self.urls = urls
+        self.numbers = itertools.count()  # Of requests: the next one begins at the next endpoint.
         self.pool = ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint")
         # More than one for each, because those that are late are abandoned.
         self.requests = ThreadPoolExecutor(4 * len(urls), thread_name_prefix="request")
@@ -91,10 +95,12 @@ class RemoteReward:
         queries, prompts, labels = zip(*sent, strict=True)
         body = {"query": queries, "prompts": prompts, "labels": labels}
         max_bytes = MAX_BYTES + MAX_BYTES_OF_QUERY * len(sent)
+        first = next(self.numbers)
         for attempt in range(self.cfg.retries + 1):
-            if attempt:
-                time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
-            url = next(self.urls)
+            num_rounds, num_in_round = divmod(attempt, len(self.urls))
+            if num_rounds and num_in_round == 0:  # All have failed.
+                time.sleep(self.cfg.backoff_seconds * 2 ** (num_rounds - 1))
+            url = self.urls[(first + attempt) % len(self.urls)]
             try:
                 # httpx limits the time between two bytes, and a server may send them slowly.
                 pending = self.requests.submit(self._post, url, body, max_bytes)

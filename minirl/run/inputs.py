@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl.base.errors import UserError, require
@@ -212,6 +213,7 @@ class Inputs:
         self.num_updates = num_trained * cfg.algo.num_epochs * cfg.algo.updates_per_step
         make_scratch(cfg, mesh)
         self.stop_ids = stop_token_ids(files.tokenizer, files.folder)
+        torch.set_grad_enabled(True)  # A file of the user may have switched it off for itself.
 
     def model_configs(self) -> dict[str, dict[str, Any]]:
         """Return the values of the models' configs, by role."""

@@ -4,8 +4,9 @@ A wrong shape or a NaN, which would end the run after its first rollout, ends it
 estimator returns later is checked, too.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from minirl.algo import advantages, correction, losses, token_advantages
 from minirl.algo.advantages import Estimator
+from minirl.algo.normalize import to_rows
 from minirl.base.errors import UserError, require
 from minirl.base.oversight import Oversight
 from minirl.batch.packing import pack
@@ -24,24 +26,26 @@ from minirl.types.packed import Packed, Trajectory
 # Metrics of a step that a loss has none of.
 TAKEN = {"loss", "grad_norm", "lr", "skipped_updates", "mismatch", "mismatch_max", "ref_kl"}
 TAKEN |= {"reward", "shaped_reward", "answer_tokens", "longest_answer", "stopped", "staleness"}
-TAKEN |= {"equal_groups", "extra_prompts", "kl_coef"}
-# Rewards of the made-up answers to two prompts.
-REWARDS = ((1.0, 0.0, 0.5), (0.0, -1.0, 1.0))
+TAKEN |= {"equal_groups", "extra_prompts", "kl_coef", "step", "phase"}
+TAKEN |= {"correction_weight", "correction_outside"}
+# Rewards of the made-up answers to three prompts. Those to the last are equal, and fewer.
+REWARDS = ((1.0, 0.0, 0.5), (0.0, -1.0, 1.0), (0.5, 0.5))
 
 
-def make_batch(samples: int, *, with_reference: bool) -> Packed:
+def make_batch(samples: int, *, with_reference: bool, groups: Sequence[int] = (0, 1)) -> Packed:
     """Return a packed batch of answers of several lengths, with old log-probs and advantages.
 
     Args:
         samples: number of answers to each prompt, at most 3.
         with_reference: whether the batch has log-probs of a reference, too.
+        groups: to which prompts, by their places in REWARDS. An answer is the same in every batch.
     """
     rng = np.random.default_rng(0)
     trajectories = []
-    for group, rewards in enumerate(REWARDS):
-        prompt = rng.integers(5, 50, 3 + group)
+    for number, rewards in enumerate(REWARDS):
+        prompt = rng.integers(5, 50, 3 + number)
         for episode, reward in enumerate(rewards[:samples]):
-            tokens = np.concatenate([prompt, rng.integers(5, 50, 2 + 2 * episode + group)])
+            tokens = np.concatenate([prompt, rng.integers(5, 50, 2 + 2 * episode + number)])
             sampled = np.arange(len(tokens)) >= len(prompt)
             trajectories.append(
                 Trajectory(
@@ -49,13 +53,16 @@ def make_batch(samples: int, *, with_reference: bool) -> Packed:
                     sampled=sampled,
                     logprobs=(-rng.random(len(tokens)) * sampled).astype(np.float32),
                     reward=reward,
-                    group=group,
+                    turn_rewards=np.zeros(len(tokens), np.float32),
+                    group=number,
                     episode=episode,
                     group_tokens=12,
                 )
             )
-    batch = pack(trajectories, torch.device("cpu"))
-    noise = torch.from_numpy(rng.normal(size=len(batch.inputs))).float()
+    chosen = [t for t in trajectories if t.group in groups]
+    batch = pack(chosen, torch.device("cpu"))
+    # The same of a token in every batch.
+    noise = 1.4 * (97.0 * batch.inputs + 13.0 * batch.positions).sin()
     batch.old_logprobs = batch.engine_logprobs + 0.1 * noise * batch.loss_mask
     batch.old_entropy = noise.abs() * batch.loss_mask
     if with_reference:
@@ -92,13 +99,15 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
     batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
     compares_all = estimator.whitened
     if estimator.by_token:
-        rewards = token_advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
-        estimator(batch, rewards, cfg.algo)
+        check_by_token(estimator, cfg)
     else:
         in_loss = batch.sequences.loss_tokens > 0
         groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
         rewards, groups = batch.sequences.rewards[in_loss], groups[in_loss]
         estimates = estimator(rewards, groups)
+        # As in a step with a group of equal rewards that has lost an answer.
+        with_equal = torch.cat([rewards, rewards.new_full([min(samples, 2)], 0.5)])
+        estimator(with_equal, torch.cat([groups, groups.new_full([min(samples, 2)], 2)]))
         if cfg.rollout.overlap == "stream":
             in_parts = torch.empty_like(estimates)
             for group in groups.unique():
@@ -111,6 +120,28 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
         "step's last answer is there, and the method compares all answers of a step; take lockstep",
     )
     return estimator
+
+
+def check_by_token(estimator: Estimator, cfg: RLConfig) -> None:
+    """Try an estimator of tokens on a made-up batch, and on parts of it.
+
+    Raises:
+        UserError: it fails, changes the batch, or a token's advantage depends on what is packed
+            into the same batch.
+    """
+    where = f"algo.advantage = {cfg.algo.advantage}"
+    samples = min(cfg.rollout.samples_per_prompt, 3)
+    make = partial(make_batch, samples, with_reference=cfg.algo.kl_coef > 0)
+    batch = make()
+    before = _copy_of(batch)
+    alone = [make(groups=[group]) for group in range(len(REWARDS))]
+    values = []
+    for trial in (batch, *alone):
+        penalty = torch.zeros(len(trial.inputs)).double()
+        rewards = token_advantages.token_rewards(trial, penalty)
+        values.append(estimator(trial, rewards, cfg.algo))
+    _require_unchanged(where, before, _copy_of(batch))
+    _require_packing_is_free(where, "the advantage", batch, values[0], alone, values[1:])
 
 
 def checked(estimator: Estimator, cfg: RLConfig, watch: Oversight) -> Estimator:
@@ -170,16 +201,33 @@ def check_loss(cfg: AlgoConfig) -> None:
         f"{where}: it is called as f(batch, logprobs, entropy, cfg) and must return (loss [T], a "
         "dict of metrics [T])"
     )
-    batch = make_batch(3, with_reference=cfg.kl_coef > 0)
+
+    with_reference = cfg.kl_coef > 0
+    make = partial(make_batch, 3, with_reference=with_reference)
+    batch = make()
+    before = _copy_of(batch)
     logprobs = batch.engine_logprobs.clone().requires_grad_()
-    try:
-        entropy = batch.old_entropy.clone().requires_grad_()
-        loss, metrics = user_loss(batch, logprobs, entropy, cfg)
-    # The user's code may raise anything.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        problem = f"{type(error).__name__}: {error}{line_of(error)}"
-        raise UserError(f"{expected}; {problem}") from error
+    entropy = batch.old_entropy.clone().requires_grad_()
+    # The batch, each of its groups alone, another group, and log-probs that are far from the old.
+    far = make()
+    far.old_logprobs = far.old_logprobs - 3
+    alone = [make(groups=[group]) for group in range(len(REWARDS))]
+    results = []
+    for trial in (batch, far, *alone):
+        given = (logprobs, entropy)
+        if trial is not batch:
+            given = (trial.engine_logprobs, trial.old_entropy)
+        try:
+            loss, metrics = user_loss(trial, *given, cfg)
+        # The user's code may raise anything.
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            problem = f"{type(error).__name__}: {error}{line_of(error)}"
+            raise UserError(f"{expected}; {problem}") from error
+        results.append((loss, metrics))
+    loss, metrics = results[0]
     require(isinstance(metrics, dict), f"{expected}; its metrics are {metrics!r:.200}")
+    unnamed = [name for name in metrics if not isinstance(name, str)]
+    require(not unnamed, f"{where}: names of metrics are texts, not {unnamed}")
     taken = sorted(TAKEN & metrics.keys())
     require(not taken, f"{where}: a step has metrics named {', '.join(taken)} already; rename it")
 
@@ -208,3 +256,65 @@ def check_loss(cfg: AlgoConfig) -> None:
         f"{where}: the gradient of its loss by logprobs is 0 or not finite: {gradient}; compute it "
         "from them, without detach() and torch.no_grad()",
     )
+
+    # What would go wrong only later.
+    given_now = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+    before |= {"logprobs": batch.engine_logprobs, "entropy": batch.old_entropy}
+    _require_unchanged(where, before, _copy_of(batch) | given_now)
+    for _, others in results:
+        require(
+            isinstance(others, dict) and others.keys() == metrics.keys(),
+            f"{where}: its metrics must have the same names at each call, on all ranks, and are "
+            f"{', '.join(metrics) or 'none'} or {', '.join(others) or 'none'}; return each name, "
+            "with zeros where there is nothing",
+        )
+    of_groups = [loss.detach() for loss, _ in results[2:]]
+    _require_packing_is_free(where, "its loss", batch, loss.detach(), alone, of_groups)
+
+
+def _copy_of(batch: Packed) -> dict[str, Tensor]:
+    """Return copies of the tensors of a batch, by name."""
+    return {name: value.clone() for name, value in vars(batch).items() if type(value) is Tensor}
+
+
+def _require_unchanged(where: str, before: dict[str, Tensor], now: dict[str, Tensor]) -> None:
+    """Raise UserError for a function that changes its arguments, which others read after it."""
+    changed = [name for name, value in before.items() if not torch.equal(value, now[name])]
+    require(
+        not changed,
+        f"{where}: it changes {', '.join(changed)}, which is read again after it; work on a "
+        ".clone()",
+    )
+
+
+def _require_packing_is_free(
+    where: str,
+    what: str,
+    batch: Packed,
+    values: Tensor,
+    alone: list[Packed],
+    of_groups: list[Tensor],
+) -> None:
+    """Raise UserError if what a function makes of a token depends on the rest of the batch.
+
+    Which sequences are packed together depends on tokens_per_rank and on the number of ranks.
+
+    Args:
+        where: the setting that names the function.
+        what: what it makes.
+        batch: a made-up batch.
+        values: what the function makes of the batch, [T].
+        alone: batches of one group each, by group; not all are in `batch`.
+        of_groups: what the function makes of these, [T] each.
+    """
+    groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
+    group_of_row = to_rows(groups, batch)
+    for group in groups.unique().tolist():
+        by_itself = of_groups[group][alone[group].loss_mask]
+        together = values[batch.loss_mask & (group_of_row == group)]
+        require(
+            torch.allclose(by_itself.double(), together.double(), rtol=1e-4, atol=1e-5),
+            f"{where}: {what} of a token must not depend on other sequences of the batch, which "
+            "change with tokens_per_rank and the number of ranks; of a group by itself it is "
+            f"{by_itself.tolist()}, with another one {together.tolist()}",
+        )

@@ -272,7 +272,8 @@ class ImageBatch:
     """The images of a micro-batch, each once, and the rows that they are in."""
 
     # float32 [P, D], the patches of all images end to end; or [I, 3, H, W]; or for Gemma 4
-    # [I, P, D], where images with fewer patches are padded.
+    # [I, P, D], where images with fewer patches are padded. On the host until the tower reads them:
+    # those of a whole step may be more than a device has room for.
     pixels: Tensor
     # The N rows with an input token that is part of an image, and for each of them the row of the
     # vision tower's output that replaces it.

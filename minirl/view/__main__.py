@@ -30,6 +30,10 @@ def main(argv: list[str]) -> int:
             flags.export or flags.share is None,
             f"--share {flags.share} is of an export; name its file by --export",
         )
+        require(
+            not flags.export or Path(flags.export).resolve().parent.is_dir(),
+            f"--export {flags.export}: there is no such folder",
+        )
         runs = [Run(Path(path)) for path in flags.runs]
         if flags.export:
             num_exported, num_groups = export(runs, Path(flags.export), flags.share)

@@ -7,6 +7,7 @@ are about 10 MB, and no file of trajectories is read but for a search in their t
 import functools
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ class Table:
         self.time = 0  # When the folder was changed last, as far as it was read, in ns.
         self.seen: dict[int, tuple] = {}  # By step: the files that were read, as they were then.
         self.by_step: dict[int, np.ndarray] = {}  # ROW [N] by step.
+        self.lock = threading.Lock()  # Requests come in threads, and reading may take seconds.
 
     def steps(self) -> list[int]:
         """Return the steps that have trajectories."""
@@ -84,6 +86,10 @@ class Table:
 
         Files appear by a rename, which changes the folder, so that its time tells of any.
         """
+        with self.lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
         time = self.folder.stat().st_mtime_ns if self.folder.exists() else 0
         if time == self.time:
             return
