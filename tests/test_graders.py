@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import math_verify
 import psutil
@@ -18,7 +20,7 @@ from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
 from minirl.rewards import functions, graders, loading
 from minirl.rewards.graders import GraderLimits, GraderPool, StoppedGrade
-from minirl.run.metrics import breakdown
+from minirl.run.metrics import breakdown, means_of_step
 from minirl.types.packed import Trajectory
 
 
@@ -334,6 +336,20 @@ def test_a_stopped_grade_is_counted_and_said(monkeypatch, math, capfd):
         for info in infos
     ]
     assert breakdown(episodes, 1.0, Alone())["graders/stopped"] == 3 / 5
+
+
+def test_a_reward_that_became_nan_ends_the_run():
+    """By a Trainer.shape of the user, say: no update would follow, and nothing say why."""
+
+    def mesh_of(values):
+        return [{name: [v for n, v in values if n == name] for name, _ in values}]
+
+    info = {"source": None, "answer_tokens": 3, "stopped": True, "staleness": 0, "score": 1.0}
+    answer = partial(Trajectory, tokens=None, sampled=None, logprobs=None, info=info)
+    alone = SimpleNamespace(gather_named=mesh_of)
+    assert means_of_step([answer(reward=0.5)], 1.0, alone)["shaped_reward"] == 0.5
+    with pytest.raises(UserError, match="Trainer.shape made a reward not finite"):
+        means_of_step([answer(reward=0.5), answer(reward=float("nan"))], 1.0, alone)
 
 
 def test_rows_that_no_grader_knows_are_refused(gym):

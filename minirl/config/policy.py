@@ -98,8 +98,9 @@ class PolicyConfig:
     model: str = ""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
-    #: (with float64, which is for proofs, everything is float64). auto: bfloat16; float32 on CPUs
-    #: that have no instructions for bfloat16 (avx512_bf16, AMX) and are many times slower with it.
+    #: (with float64, which is for proofs, float64, but for norms and routers of the library, which
+    #: round to float32). auto: bfloat16; float32 on CPUs that have no instructions for bfloat16
+    #: (avx512_bf16, AMX) and are many times slower with it.
     dtype: Dtype = "auto"
     #: What is recomputed in backward instead of being kept since forward. full: all but the inputs
     #: of layers; least memory, about a third more time. selective: all but the results of matrix

@@ -97,9 +97,8 @@ class RemoteReward:
         max_bytes = MAX_BYTES + MAX_BYTES_OF_QUERY * len(sent)
         first = next(self.numbers)
         for attempt in range(self.cfg.retries + 1):
-            num_rounds, num_in_round = divmod(attempt, len(self.urls))
-            if num_rounds and num_in_round == 0:  # All have failed.
-                time.sleep(self.cfg.backoff_seconds * 2 ** (num_rounds - 1))
+            if attempt:
+                time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
             url = self.urls[(first + attempt) % len(self.urls)]
             try:
                 # httpx limits the time between two bytes, and a server may send them slowly.

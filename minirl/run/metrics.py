@@ -132,6 +132,7 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
     gathered = _gather_sorted(values, mesh)
     require(gathered, "the step has no episodes; a Trainer.take of yours must leave some")
     means = {name: _mean(in_order) for name, in_order in gathered.items()}
+    require(math.isfinite(means["shaped_reward"]), "your Trainer.shape made a reward not finite")
     means["longest_answer"] = gathered["answer_tokens"][-1]
     means["reward_deviation/all"] = _deviation(gathered["shaped_reward"])
     return means
