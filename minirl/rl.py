@@ -81,7 +81,7 @@ class Trainer(BaseTrainer):
                     self.tokens_per_rank,
                     weight=cfg.reward.model_weight,
                 )
-            self.run = TrainingRun(cfg, self.policy, inputs.description, inputs.rows)
+            self.run = TrainingRun(cfg, self.policy, inputs.description, inputs.row_hashes)
         # The policy as RL starts with it.
         self.start_folder = inputs.folders["policy"]
         if cfg.sft.num_steps:

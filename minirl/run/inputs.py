@@ -124,7 +124,7 @@ class Inputs:
         num_updates: optimizer steps of the policy in them.
         stop_ids: tokens that end an answer.
         description: the numbers of prompts, for the log.
-        rows: what stands for the rows, for a checkpoint.
+        row_hashes: what stands for the rows in a checkpoint.
     """
 
     def __init__(self, cfg: RLConfig, mesh: World):
@@ -204,7 +204,7 @@ class Inputs:
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         check_steps_left(cfg, self.num_steps)
         by_outcomes = cfg.rollout.curriculum_floor > 0
-        self.rows = check_same_rows(
+        self.row_hashes = check_same_rows(
             cfg, mesh, self.description, train, held_out, by_outcomes=by_outcomes
         )
         num_trained = self.num_steps
@@ -430,7 +430,7 @@ def check_same_rows(
     rows = f"{hash_of(train)} {hash_of(held_out)}"
     with errors_of_all(mesh):
         before = _newest_progress(Path(cfg.output)) if cfg.resume and mesh.rank == 0 else None
-        if before and before.rows != rows:
+        if before and before.rows not in ("", rows):  # Empty: older than these hashes.
             text = f"other data than before ({before.data}): its rows come in another order"
             require(
                 not by_outcomes or not before.outcomes,

@@ -140,7 +140,7 @@ class SupervisedTrainer(BaseTrainer):
             self.num_steps = cfg.num_steps or max(1, num_steps)
             check_steps_left(cfg, self.num_steps)
             description = f"{len(self.rows)} rows, {len(self.held_out)} held out"
-            hashes = check_same_rows(cfg, mesh, description, train, held_out)
+            row_hashes = check_same_rows(cfg, mesh, description, train, held_out)
 
             # 3. Models.
             self.check_model()
@@ -153,7 +153,7 @@ class SupervisedTrainer(BaseTrainer):
                 found = find_other_model(cfg.reference, files.config, cfg.parallel, "reference")
                 with self.timer.phase("reference"):
                     self.ref = self.make_reference(found or files.folder)
-            self.run = TrainingRun(cfg, self.policy, description, hashes)
+            self.run = TrainingRun(cfg, self.policy, description, row_hashes)
             if cfg.batch_size > len(self.rows):
                 size = f"batch_size = {cfg.batch_size} is more than the {len(self.rows)} rows"
                 self.run.log.say(f"{size}, so that a step has some of them more than once")

@@ -49,13 +49,13 @@ class TrainingRun:
         cfg: the config; with `resume`, policy and progress become those of the newest checkpoint.
         policy: the trained model; the run uses its mesh and timer.
         description: the data in a few words, for the first line of the log.
-        rows: what stands for the rows, as `check_same_rows` returns it.
+        row_hashes: what stands for the rows, as `check_same_rows` returns it.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer.
     """
 
-    def __init__(self, cfg: TrainingConfig, policy: Policy, description: str, rows: str = ""):
+    def __init__(self, cfg: TrainingConfig, policy: Policy, description: str, row_hashes: str = ""):
         mesh = policy.mesh
         self.cfg = cfg
         self.policy = policy
@@ -118,7 +118,7 @@ class TrainingRun:
         elif cfg.resume:
             self.log.say("no finished checkpoint to resume from; starting at step 0")
         self.progress.data = description
-        self.progress.rows = rows
+        self.progress.rows = row_hashes
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints, and restore it if the run is resumed.

@@ -202,8 +202,7 @@ def check_loss(cfg: AlgoConfig) -> None:
         "dict of metrics [T])"
     )
 
-    with_reference = cfg.kl_coef > 0
-    make = partial(make_batch, 3, with_reference=with_reference)
+    make = partial(make_batch, 3, with_reference=cfg.kl_coef > 0)
     batch = make()
     before = _copy_of(batch)
     logprobs = batch.engine_logprobs.clone().requires_grad_()
