@@ -293,10 +293,7 @@ class Trainer(BaseTrainer):
         """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
         cfg = self.cfg
         # All models read the same batches.
-        windowed = any(
-            model.layout.windowed for model in (self.policy, self.ref, self.critic) if model
-        )
-        layout = dataclasses.replace(self.policy.layout, windowed=windowed)
+        layout = self.policy.layout.joined([m.layout for m in (self.ref, self.critic) if m])
         device = self.mesh.device
         temperature = cfg.rollout.temperature
         minibatches = []

@@ -385,7 +385,7 @@ def test_openenv_server_that_is_full_or_absent_is_told(echo, local, monkeypatch)
     envs = [make_env(f"openenv:{echo}?action=message")() for _ in range(17)]
     for env in envs[:16]:
         env.reset(ROW)
-    with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
+    with pytest.raises(RuntimeError, match="CAPACITY_REACHED: .*; start .* max_concurrent_envs"):
         envs[16].reset(ROW)
     for env in envs:
         env.close()

@@ -23,6 +23,7 @@ from subprocess import PIPE
 from types import SimpleNamespace
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -374,6 +375,53 @@ def test_a_signal_before_the_first_step_ends_at_once(folder, tmp_path):
     ended, _ = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
     assert ended.code == 0, ended.err
     assert ended.err.count("there is nothing to save yet; continue with --resume") == 1, ended.err
+
+
+STARTS_PROGRAMS = """
+import os
+from subprocess import Popen
+from minirl.supervise.watch import Watch
+
+of_an_agent = Popen(["sh", "-c", "sleep 1000; true"])
+with_a_session = Popen(["sleep", "1000"], start_new_session=True, stdout=-3, stderr=-3)
+shell = f"/proc/{of_an_agent.pid}/task/{of_an_agent.pid}/children"
+while not open(shell).read():
+    pass
+print(of_an_agent.pid, open(shell).read(), with_a_session.pid, flush=True)
+Watch().end_all("the reason", 3)
+"""
+
+
+def test_programs_that_a_rank_has_started_end_with_it():
+    """But for one with a session of its own, as a tracker has."""
+    ended = subprocess.run([sys.executable, "-c", STARTS_PROGRAMS], capture_output=True, text=True)
+    assert ended.returncode == 3 and "minirl: the reason" in ended.stderr, ended.stderr
+    *of_an_agent, with_a_session = map(int, ended.stdout.split())
+    os.kill(with_a_session, signal.SIGKILL)
+    assert len(of_an_agent) == 2
+    assert not any(is_running(pid) for pid in of_an_agent)
+
+
+def is_running(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+LEAVES_A_REASON = """
+import os, resource
+from minirl.supervise import write_error_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+write_error_file("a longer reason than this disk has room for")
+"""
+
+
+def test_a_full_disk_leaves_no_half_of_an_error_file(tmp_path):
+    """torchrun would end with a traceback of its own, for JSON that it cannot read."""
+    path = tmp_path / "error.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
+    subprocess.run([sys.executable, "-c", LEAVES_A_REASON], env=environment, check=True)
+    assert not path.exists()
 
 
 def test_a_rank_that_has_not_joined_fails_so_that_torchrun_ends_the_others(monkeypatch):
@@ -831,6 +879,8 @@ def test_the_memory_of_a_gpu_is_explained(error, unmapped):
         (RuntimeError("Timed out waiting 9ms for recv"), "longer than timeout_minutes = 30 for"),
         (RuntimeError("a bug"), None),
         (FileNotFoundError(errno.ENOENT, "no such file", "x"), None),
+        (PermissionError(errno.EPERM, "not permitted", "out/summary.json"), "make it writable"),
+        (PermissionError(errno.EACCES, "denied", "/elsewhere/x"), None),
     ],
 )
 def test_failures_are_explained(error, said):

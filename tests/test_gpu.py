@@ -4,6 +4,7 @@ Where there is none, the ordinary suite runs the same bodies on the CPU, so that
 there is. What CUDA alone has is left out then, or a stand-in (`DeviceMemory`).
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -26,11 +27,13 @@ import tiny
 from benchmarks.dryrun import pretend
 from harness import RankFailed, ranks
 from in_memory import SeesAhead, with_images
+from minirl.algo import losses
 from minirl.base.errors import UserError
 from minirl.base.log import Timer
 from minirl.batch.attention_plan import RowLayout
 from minirl.batch.packing import pack
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import LoraConfig, PolicyConfig
+from minirl.config.rl import AlgoConfig
 from minirl.config.shared import EngineConfig
 from minirl.endpoint import open_endpoint
 from minirl.engine import compat, patches
@@ -41,6 +44,8 @@ from minirl.model.attention import Attention, attend, packed_attention
 from minirl.parallel.machines import arrange, join_world, make_world
 from minirl.parallel.offload import Sleeper
 from minirl.parallel.storage import HostMemory
+from minirl.run.user_algorithms import check_loss
+from minirl.train.frozen import Reference, copy_trained
 from minirl.train.policy import Policy
 from minirl.types.packed import Context, Options, Trajectory
 from run_folders import newest_checkpoint
@@ -354,7 +359,6 @@ def test_weights_change_under_running_answers(device, tmp_path):
 
 def three_steps_each(mesh, folder, settings):
     """Losses of the optimizer alone, awake, and of `settings`, with all asleep between steps."""
-    from minirl.algo import losses
     from minirl.checkpoint import exporting
     from minirl.checkpoint.state import Saver, load_checkpoint
     from minirl.config.shared import CheckpointConfig
@@ -409,6 +413,51 @@ def test_state_at_rest_sleep_and_offload_train_alike(device, tmp_path, settings)
     folder = tiny.make(tmp_path / "model", **sizes)
     history = on(device, three_steps_each, folder, settings)
     assert history[0][2] < history[0][0] and history[1] == pytest.approx(history[0], rel=0.02)
+
+
+def reference_log_probs(mesh, folder):
+    """Those of the adapters that a policy began with; its weights on the device, or on the host."""
+    found = []
+    for on_host in (False, True):
+        cfg = PolicyConfig(dtype="float32", cpu_offload=on_host, lora=LoraConfig(rank=4))
+        policy = Policy(cfg, folder, mesh)
+        reference = Reference(policy, None, copy_trained(policy))
+        batches = [pack(siblings(seed), mesh.device) for seed in range(8)]
+        policy.update(batches, losses.sft(), lr=0.1)
+        policy.annotate([batches], "old_logprobs")
+        reference.annotate([batches])
+        found.append([torch.stack([b.old_logprobs, b.ref_logprobs]).cpu() for b in batches])
+    return found
+
+
+def test_a_reference_of_adapters_is_the_same_with_weights_on_the_host(device, tmp_path):
+    """The host writes weights that the device copies from it."""
+    sizes = {"hidden_size": 1024, "head_dim": 64} if device.type == "cuda" else {}
+    folder = tiny.make(tmp_path / "model", **sizes)
+    on_device, on_host = on(device, reference_log_probs, folder)
+    for expected, got in zip(on_device, on_host, strict=True):
+        assert (expected[0] - expected[1]).abs().max() > 0.1
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("place", "fails"),
+    [
+        ("device=logprobs.device", False),
+        pytest.param('device="cpu"', True, marks=CUDA.marks),
+    ],
+)
+def test_a_user_s_loss_is_tried_where_steps_run(tmp_path, place, fails):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def loss(batch, logprobs, entropy, cfg):\n"
+        f"    factor = torch.full((len(logprobs),), 0.5, {place})\n"
+        "    return -factor * batch.advantages * logprobs, {}\n"
+    )
+    told = pytest.raises(UserError, match="same device") if fails else contextlib.nullcontext()
+    with told:
+        check_loss(AlgoConfig(loss=f"{file}:loss"))
 
 
 @pytest.mark.parametrize("like_gpt_oss", [False, True])

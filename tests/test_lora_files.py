@@ -16,7 +16,7 @@ import tiny
 from harness import RankFailed, ranks
 from minirl.checkpoint.__main__ import export_checkpoint
 from minirl.checkpoint.exporting import export, export_adapter
-from minirl.checkpoint.state import Saver
+from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
@@ -95,6 +95,26 @@ def test_export_writes_what_the_policy_exports(tmp_path, kind):
         for name in ("adapter-step-1", "adapter")
     ]
     assert described[0] == described[1]
+
+
+def load_again(mesh, run, cfg):
+    load_checkpoint(run / "checkpoints/step-1", Policy(cfg.policy, Path(cfg.policy.model), mesh))
+
+
+def test_adapters_stay_on_the_weights_that_they_were_trained_on(tmp_path):
+    folder = tiny.make(tmp_path / "m", "qwen3", **SIZES)
+    cfg = config_of(folder, tmp_path, "float32")
+    ranks(1, write, tmp_path, cfg)
+    ranks(1, load_again, tmp_path, cfg)
+    # Whoever trains the base again in the same folder replaces it.
+    shutil.rmtree(folder)
+    tiny.make(folder, "qwen3", seed=1, **SIZES)
+    for body, given in (
+        (load_again, (tmp_path, cfg)),
+        (run_command, (ExportConfig(command="export", run=str(tmp_path)),)),
+    ):
+        with pytest.raises(RankFailed, match="were trained on other weights than .* has now"):
+            ranks(1, body, *given)
 
 
 def test_peft_reads_a_tied_embedding_that_is_trained_whole(tmp_path):

@@ -17,7 +17,7 @@ import tiny
 from harness import RankFailed, ranks
 from in_memory import ALONE, encoded_rows, memory_rows, read_all
 from minirl import dpo, rm
-from minirl.algo import preference
+from minirl.algo import losses, preference
 from minirl.base.errors import UserError
 from minirl.batch.exchange import exchange
 from minirl.batch.packing import pack, unpack
@@ -38,7 +38,9 @@ from minirl.data.formats import open_examples
 from minirl.data.tokenizer import filling_token_id
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards.http import RemoteReward
+from minirl.run.supervised import make_minibatch
 from minirl.train import frozen
+from minirl.train.frozen import Reference
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
 from programs import ROOT, alone, as_flags, fork, hold_port, rows_of
@@ -259,6 +261,31 @@ def pack_apart(pair, device):
         return pack(pair, device, pairs=True)
     finally:
         packing._lay_out = lay_out
+
+
+def reference_apart(mesh, folder, other):
+    """Log-probs of a reference in the policy's batches, and in batches for it alone."""
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh)
+    model = Policy(PolicyConfig(dtype="float32"), other, mesh, trainable=False)
+    ref = Reference(policy, model)
+    rows = pairs_of(6, score=False)
+    found = []
+    for batches in (
+        make_minibatch(rows, policy, 80, ref=ref, pairs=True),
+        make_minibatch(rows, model, 80, pairs=True),
+    ):
+        ref.annotate([batches])
+        found.append(torch.cat([batch.ref_logprobs[batch.loss_mask] for batch in batches]))
+    policy.measure(make_minibatch(rows, policy, 80, ref=ref, pairs=True), losses.sft())
+    return found
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3_next"])
+def test_a_reference_may_have_windows_or_states_that_the_policy_has_not(tmp_path, family):
+    policy, other = tiny.make(tmp_path / "policy"), tiny.make(tmp_path / "other", family)
+    ((with_policy, alone),) = ranks(1, reference_apart, policy, other)
+    assert with_policy.abs().max() > 1
+    torch.testing.assert_close(with_policy, alone)
 
 
 MESHES = {

@@ -545,6 +545,13 @@ def test_a_teacher_has_the_policys_tokens_and_reads_the_same_patches(tmp_path):
     with pytest.raises(UserError, match="has a vocabulary of 320, and the policy's is of"):
         find(larger, policy)
 
+    same_size = tiny.make(tmp_path / "same_size")
+    path = same_size / "tokenizer.json"
+    text = path.read_text().replace('"a":', '"qq":').replace('"b":', '"a":')
+    path.write_text(text.replace('"qq":', '"b":'))
+    with pytest.raises(UserError, match="other numbers for 2 of the policy's tokens, as .'a', 'b'"):
+        find(same_size, policy)
+
     sees, otherwise = (tiny.make(tmp_path / name, name) for name in ("qwen2_5_vl", "qwen3_vl"))
     with pytest.raises(UserError, match="reads images in other patches .*'patch_size': 16"):
         find(otherwise, sees)

@@ -261,6 +261,20 @@ def test_a_template_that_leaves_out_tools_or_calls_is_refused(tmp_path):
             require_shown(rows, plain)
 
 
+def test_calls_may_be_shown_by_a_template_that_is_for_tools(tmp_path):
+    plain = make_tokenizer([])
+    plain.chat_template = {
+        "default": plain.chat_template,
+        "tool_use": tokenizer_of().chat_template,
+    }
+    row = ROWS["tools"]
+    row = {"prompt": [*row["prompt"], *row["completion"]], "answer": "1", "tools": row["tools"]}
+    source = written(tmp_path / "a.jsonl", [row])
+    opened = open_prompts(source, "data.train", DataConfig(), ALONE)
+    rows, _ = read_rows(opened, ALONE, 0, mark=marks_for_template)
+    require_shown(rows, plain)
+
+
 # --------------------------------------------------------------------------------------------------
 # keys, doubles, prompts of an environment
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -70,6 +71,13 @@ def cut(path):
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def flip_many(path):
+    content = bytearray(path.read_bytes())
+    for place in range(1000, len(content), 1000):
+        content[place] ^= 1
     path.write_bytes(content)
 
 
@@ -289,6 +297,20 @@ def test_export_takes_no_damaged_checkpoint(saved, tmp_path):
             assert failed.value.kind == "UserError" and not (copy / "out").exists()
         else:
             assert "model.safetensors" in ranks(1, export_with, copy, damage, flags)[0]
+
+
+def test_an_export_that_cannot_read_its_checkpoint_leaves_nothing(saved, tmp_path):
+    model, run, _ = saved
+    cfg = RLConfig(output=str(run))
+    cfg.policy.model = str(model)
+    cfg.policy.dtype = "float32"
+    shutil.copytree(run, tmp_path / "run")
+    save_config(cfg, tmp_path / "run/config.yaml")
+    says = r"state cannot be read .* is damaged, or the run has removed it .* by --step$"
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, export_with, tmp_path / "run", ("state/__1_0.distcp", flip_many), {})
+    assert failed.value.kind == "Unreadable" and re.search(says, failed.value.text, re.M | re.S)
+    assert not list((tmp_path / "run").glob("out*"))
 
 
 @pytest.mark.parametrize(
@@ -972,6 +994,6 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left on device: '.*summary.json.partial'"):
         write_whole(path, "new")
     assert path.read_text() == "old"

@@ -210,7 +210,8 @@ def test_each_has_a_clear_result_within_its_limit(harmed, name):
     for r, seconds in mine:
         assert r.status in statuses, r
         assert says in r.output, r
-        assert seconds < seconds_of(name) + 4.0, r
+        # A program for which no core was free has as long again.
+        assert seconds < 2 * seconds_of(name) + 4.0, r
         assert len(r.output) <= 2000 + len("\n... (cut)")
 
 

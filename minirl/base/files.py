@@ -37,9 +37,13 @@ def synced(path: Path) -> Iterator[BinaryIO]:
     """
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(path)  # Errors of a write have none.
+            raise
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ FSDP adds their gradients.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -69,6 +69,12 @@ class RowLayout:
     # Rows that the convolution of a layer with a state sees, the current one included: make
     # `Packed.recurrence`. 0: no layer has a state.
     convolution: int = 0
+
+    def joined(self, others: list["RowLayout"]) -> "RowLayout":
+        """Return the layout of batches that other models of the mesh read, too."""
+        layouts = [self, *others]
+        windowed = any(layout.windowed for layout in layouts)
+        return replace(self, windowed=windowed, convolution=max(o.convolution for o in layouts))
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,7 @@ def build(sequences: list[Sequence], layout: RowLayout, device: torch.device) ->
         # first halves of an earlier rank, and none sees its second halves, which come later. Only
         # the second halves see rows of a later rank, and they see all of them.
         first_halves, second_halves = rows[::2], rows[1::2]
-        halves = zip(first_halves, second_halves, strict=True)
-        local = [np.concatenate(both) for both in halves]
+        local = [np.concatenate(both) for both in zip(first_halves, second_halves, strict=True)]
         ring = (
             _block(local, local, True, device, queries_are_keys=True),
             _block(local, first_halves, False, device),

@@ -28,6 +28,7 @@ from minirl.base.files import (
     require_written,
     sync_files,
 )
+from minirl.checkpoint.finding import Unreadable
 from minirl.data.tokenizer import filling_token_id, stop_token_ids
 from minirl.model import build, causal, families
 from minirl.model.adapters import files
@@ -263,6 +264,7 @@ class Exporter:
         """Wait for the export under way, and give its folder its name. Collective.
 
         Raises:
+            Unreadable: what should be written comes from a checkpoint that cannot be read.
             UserError: a rank could not write.
         """
         pending = self.pending
@@ -271,6 +273,12 @@ class Exporter:
             return
         error = pending.exception()  # when the thread has ended
         failures = self.mesh.gather(describe_failure(error, self.mesh.rank))
+        if any(self.mesh.gather(isinstance(error, Unreadable))):
+            self._on_rank_0(lambda: remove(partial_of(self.folder)))
+            raise Unreadable(
+                "; ".join(filter(None, failures)) + ": the checkpoint is damaged, or the run has "
+                "removed it meanwhile (checkpoint.keep); export another one by --step"
+            )
         require_written(self.folder, partial_of(self.folder), failures)
         self._on_rank_0(lambda: publish_folder(self.folder))
 

@@ -317,6 +317,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
         f"resume: {checkpoint} is of another model ({saved['model']}) than "
         f"{name}.model = {policy.folder} ({now['model']}); start in another output folder",
     )
+    require_same_base(f"resume: {checkpoint}", saved, now["base"], policy.folder)
     optimizer = saved["optimizer"]
     require(
         optimizer == now["optimizer"],
@@ -382,6 +383,25 @@ def _state_options(policy: Policy) -> StateDictOptions:
     return StateDictOptions(ignore_frozen_params=is_adapted, strict=not is_adapted)
 
 
+def require_same_base(where: str, saved: dict, base: str, folder: Path) -> None:
+    """Refuse adapters on other weights than those that they were trained on.
+
+    Args:
+        where: begins the message.
+        saved: what `_describe` returned for the checkpoint, which may be older than these hashes.
+        base: what stands for the weights of the base now.
+        folder: the base's.
+
+    Raises:
+        UserError: the weights are others.
+    """
+    require(
+        saved.get("base", "") in ("", base),
+        f"{where}: its adapters were trained on other weights than {folder} has now; bring the old "
+        "ones back, or train them again",
+    )
+
+
 def _describe(policy: Policy) -> dict:
     """Return the description of a model in a checkpoint.
 
@@ -396,6 +416,7 @@ def _describe(policy: Policy) -> dict:
         "num_updates": policy.num_updates,
         "stepped": policy.optimizer.stepped,
         "optimizer": policy.cfg.optimizer + average,
+        "base": policy.adapters.base if policy.adapters else "",
         "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, "
         f"vocabulary {text.vocab_size}{adapters}",
     }

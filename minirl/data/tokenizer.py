@@ -243,8 +243,14 @@ def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict]) -
     )
 
 
-def require_calls_shown(tokenizer: PreTrainedTokenizerBase) -> None:
+def require_calls_shown(
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None
+) -> None:
     """Refuse a chat template that leaves out calls of tools.
+
+    Args:
+        tokenizer: the tokenizer with the template.
+        tools: those of the chat. Some templates show calls only with tools.
 
     Raises:
         UserError: an answer that calls a tool does not have the tool's name.
@@ -256,7 +262,7 @@ def require_calls_shown(tokenizer: PreTrainedTokenizerBase) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     require(
-        "minirl_asks" in render(tokenizer, messages, header=False),
+        "minirl_asks" in render(tokenizer, messages, tools=tools, header=False),
         "the chat template of policy.model shows no tool_calls, and a message has some: their "
         "answers would be empty; name a template that renders `tool_calls` by data.chat_template",
     )

@@ -96,7 +96,10 @@ class Endpoint:
             cfg=self._cfg,
             longest_token=self._longest_token,
         )
-        return Session(base_url=self.base_url, api_key=key, model=MODEL)
+        # A client's cache, which looks at neither key nor address, must not answer for another
+        # episode.
+        model = f"{MODEL}-{secrets.token_hex(8)}"
+        return Session(base_url=self.base_url, api_key=key, model=model)
 
     def session(self, api_key: str) -> SessionState:
         """Return the session of this key; its conversation grows with each finished request."""

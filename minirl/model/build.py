@@ -85,8 +85,9 @@ def find_folder(model: str, setting: str) -> Path:
             raise UserError(f"{setting} = {model!r} is no folder, and as a hub id {why}") from error
     require(
         not is_adapter_folder(folder) or list(folder.glob("config.json")),
-        f"{setting} = {folder} is an adapter; name the model that it adapts, and the adapter with "
-        "policy.lora.adapter, or merge the two (merge_and_unload of peft)",
+        f"{setting} = {folder} is an adapter; merge it with its base (merge_and_unload of peft) or "
+        "name the model/ of the run that made it; to train it, name the base by policy.model and "
+        "the adapter by policy.lora.adapter",
     )
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")

@@ -1,5 +1,6 @@
 """What a model's files hold, and how each rank reads its part of it."""
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable
@@ -29,6 +30,8 @@ MXFP4_SCALES = "_scales"  # Ends the name of the exponents.
 BLOCK = 32  # Weights that share an exponent.
 # What weights may be, by the names of safetensors.
 FLOATS = ("F16", "BF16", "F32", "F64")
+SAMPLES = 4  # Of a file's bytes, for `hash_of_weights`.
+SAMPLE_BYTES = 2**14
 HEAD = r"^(language_model\.)?lm_head\.weight$"
 
 
@@ -87,6 +90,23 @@ def open_weights(folder: Path) -> dict[str, Any]:
         if scales in weights:
             weights[name] = Mxfp4Weight(weights.pop(blocks), weights.pop(scales))
     return weights
+
+
+def hash_of_weights(folder: Path) -> str:
+    """Return what stands for a model's weights: a hash of its files' sizes and samples of bytes.
+
+    Raises:
+        UserError: the index of the files is not one.
+    """
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(number * size // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -189,6 +209,8 @@ def load_weights(
         )
 
     # 2. Each rank fills its shards.
+    if model.adapters:
+        model.adapters.base = hash_of_weights(folder)
     allocate(model, device, cpu_offload=cpu_offload)
     packed = packed_weights(model)
     for name, t in tensors(model).items():

@@ -634,14 +634,22 @@ def find_other_model(
     )
     size = config.get_text_config().vocab_size
     policy_size = policy.get_text_config().vocab_size
-    is_padded = False
-    if tokenizer and size > policy_size:
-        there = load_tokenizer(folder, chats=False)
-        is_padded = there.get_vocab() == tokenizer.get_vocab()
+    there = here = {}
+    if tokenizer and size >= policy_size:
+        there = load_tokenizer(folder, chats=False).get_vocab()
+        here = tokenizer.get_vocab()
+    is_padded = bool(there) and there == here
     require(
         size == policy_size or is_padded,
         f"{setting} = {model} has a vocabulary of {size}, and the policy's is of {policy_size}: "
         "the policy's tokens mean nothing there; take a model with the same tokenizer",
+    )
+    moved = [token for token, number in there.items() if here.get(token, number) != number]
+    require(
+        not moved,
+        f"{setting} = {model} has other numbers for {len(moved)} of the policy's tokens, as "
+        f"{moved[:3]}: the policy's answers mean something else there; take a model with the same "
+        "tokenizer",
     )
     if scores:
         check_head(folder, setting)
@@ -728,7 +736,8 @@ def require_shown(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
     number = rows.first_marked(HAS_CALLS)
     if number is not None:
         with errors_at(rows.place(number)):
-            require_calls_shown(tokenizer)
+            tools = rows[number].get("template_inputs", {}).get("tools")
+            require_calls_shown(tokenizer, tools)
 
 
 class PromptChecks:

@@ -58,6 +58,7 @@ def make_minibatch(
     policy: Policy,
     tokens_per_rank: int,
     *,
+    ref: Reference | None = None,
     pairs: bool = False,
     single: bool = False,
 ) -> Minibatch:
@@ -67,12 +68,14 @@ def make_minibatch(
         examples: any number of examples of this rank; they are spread over all ranks.
         policy: the model that will read them.
         tokens_per_rank: token budget of a micro-batch.
+        ref: another model that will read them.
         pairs: whether groups are pairs; the two sides of a pair stay in one micro-batch.
         single: whether every answer counts alone, as in `pack`.
     """
     (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
+    layout = policy.layout.joined([ref.layout] if ref else [])
     return [
-        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
+        pack(micro, policy.mesh.device, layout=layout, pairs=pairs, single=single)
         for micro in minibatch
     ]
 
@@ -253,7 +256,7 @@ class SupervisedTrainer(BaseTrainer):
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
         kinds = {"pairs": self.task.pairs, "single": self.task.single}
-        return make_minibatch(examples, self.policy, self.tokens_per_rank, **kinds)
+        return make_minibatch(examples, self.policy, self.tokens_per_rank, ref=self.ref, **kinds)
 
     def name_metrics(self, measured: Metrics) -> Metrics:
         """Return the metrics of a step as they are logged."""

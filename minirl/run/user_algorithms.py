@@ -60,7 +60,8 @@ def make_batch(samples: int, *, with_reference: bool, groups: Sequence[int] = (0
                 )
             )
     chosen = [t for t in trajectories if t.group in groups]
-    batch = pack(chosen, torch.device("cpu"))
+    # Where a step has it: a tensor that a user's function makes elsewhere is noticed.
+    batch = pack(chosen, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     # The same of a token in every batch.
     noise = 1.4 * (97.0 * batch.inputs + 13.0 * batch.positions).sin()
     batch.old_logprobs = batch.engine_logprobs + 0.1 * noise * batch.loss_mask
@@ -101,9 +102,9 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
     if estimator.by_token:
         check_by_token(estimator, cfg)
     else:
-        in_loss = batch.sequences.loss_tokens > 0
+        in_loss = (batch.sequences.loss_tokens > 0).cpu()
         groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
-        rewards, groups = batch.sequences.rewards[in_loss], groups[in_loss]
+        rewards, groups = batch.sequences.rewards.cpu()[in_loss], groups[in_loss]
         estimates = estimator(rewards, groups)
         # As in a step with a group of equal rewards that has lost an answer.
         with_equal = torch.cat([rewards, rewards.new_full([min(samples, 2)], 0.5)])
@@ -137,7 +138,7 @@ def check_by_token(estimator: Estimator, cfg: RLConfig) -> None:
     alone = [make(groups=[group]) for group in range(len(REWARDS))]
     values = []
     for trial in (batch, *alone):
-        penalty = torch.zeros(len(trial.inputs)).double()
+        penalty = torch.zeros_like(trial.engine_logprobs, dtype=torch.float64)
         rewards = token_advantages.token_rewards(trial, penalty)
         values.append(estimator(trial, rewards, cfg.algo))
     _require_unchanged(where, before, _copy_of(batch))
@@ -306,7 +307,8 @@ def _require_packing_is_free(
         alone: batches of one group each, by group; not all are in `batch`.
         of_groups: what the function makes of these, [T] each.
     """
-    groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
+    of_sequences = [group for group, _, _ in batch.sequences.ids]
+    groups = torch.tensor(of_sequences, device=batch.inputs.device)
     group_of_row = to_rows(groups, batch)
     for group in groups.unique().tolist():
         by_itself = of_groups[group][alone[group].loss_mask]

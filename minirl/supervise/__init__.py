@@ -4,6 +4,9 @@ import contextlib
 import json
 import os
 import time
+from pathlib import Path
+
+from minirl.base.files import write_whole
 
 
 def write_error_file(message: str) -> None:
@@ -16,6 +19,8 @@ def write_error_file(message: str) -> None:
     if not path:
         return
     details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    # Without the file the reason is missing in the report; the rank has printed it, too.
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump({"message": {"message": message, "extraInfo": details}}, file)
+    # Without the file the reason is missing in the report; the rank has printed it, too. Half a
+    # file would end torchrun with a traceback.
+    with contextlib.suppress(OSError):
+        error = {"message": {"message": message, "extraInfo": details}}
+        write_whole(Path(path), json.dumps(error))

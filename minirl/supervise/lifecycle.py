@@ -251,15 +251,16 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             "engine.kv_cache_gb or engine.max_model_len, or start fewer ranks on a machine; "
             "`python -m minirl.plan` shows what takes what"
         )
-    is_gone = False  # The folder of the run, or one in it.
-    if isinstance(error, FileNotFoundError) and error.filename and output:
+    is_lost = False  # The folder of the run, or one in it.
+    if isinstance(error, FileNotFoundError | PermissionError) and error.filename and output:
         folder = os.path.dirname(os.path.abspath(os.fsdecode(error.filename)))
-        is_gone = folder.startswith(os.path.abspath(output)) and not os.path.isdir(folder)
-    if is_gone or (isinstance(error, OSError) and error.errno in DISK_FAILURES):
+        is_gone = isinstance(error, PermissionError) or not os.path.isdir(folder)
+        is_lost = is_gone and folder.startswith(os.path.abspath(output))
+    if is_lost or (isinstance(error, OSError) and error.errno in DISK_FAILURES):
         return (
-            f"{where}: a file cannot be written: {error}\nMake room (output = {output!r}), repair "
-            "the file system, or bring the folder back if it was removed or unmounted; a training "
-            "run then continues with --resume from its newest checkpoint"
+            f"{where}: a file cannot be written: {error}\nMake room (output = {output!r}), make it "
+            "writable, repair the file system, or bring the folder back if it was removed or "
+            "unmounted; a training run then continues with --resume from its newest checkpoint"
         )
     if isinstance(error, BrokenPipeError):
         return (

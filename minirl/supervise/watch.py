@@ -263,6 +263,7 @@ class Watch(Oversight):
             code: the exit code of this rank. Another rank's reason has another one.
             is_first: this rank has said why the run ends.
         """
+        _end_children()
         store = self._store
         if store is None:
             leave(code)
@@ -368,6 +369,22 @@ class Watch(Oversight):
 def _launcher() -> str:
     """Return a name of the torchrun that started this rank, in a line; a host may have several."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _end_children() -> None:
+    """Kill what this process has started, and what that has: no `finally` of agents runs any more.
+
+    A process with a session of its own is meant to stay, as a tracker's that still sends rows.
+    """
+    found = [os.getpid()]
+    for process in found:
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # The thread has ended.
+                found += [int(child) for child in children.read_text().split()]
+    for process in found[1:]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(process) == os.getsid(0):
+                os.kill(process, signal.SIGKILL)
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:

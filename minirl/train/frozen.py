@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minirl.base.errors import require
@@ -59,6 +60,8 @@ def with_trained(policy: Policy, values: Mapping[str, Tensor]) -> Iterator[None]
 
 def _shards(policy: Policy) -> dict[str, Tensor]:
     reshard(policy.model)
+    if policy.cfg.cpu_offload and torch.cuda.is_available():
+        torch.cuda.synchronize()  # The device may still be copying them from the host.
     return {name: local(p).detach() for name, p in trained(policy.model).items()}
 
 

@@ -59,6 +59,13 @@ def check_server(url: str) -> None:
         ) from error
 
 
+# What to do, by the code of a server's error.
+REMEDIES = {
+    "CAPACITY_REACHED": "; start the server with max_concurrent_envs of at least as many sessions "
+    "as episodes run at once"
+}
+
+
 class OpenEnv(Env):
     """A session with a server.
 
@@ -125,7 +132,7 @@ class OpenEnv(Env):
             raise ValueError("; ".join(problems))
         raise RuntimeError(
             f"the OpenEnv server at {self.url} answered {kind} with {data['code']}: "
-            f"{data['message']}"
+            f"{data['message']}{REMEDIES.get(data['code'], '')}"
         )
 
     def _text_of(self, reply: dict) -> str:

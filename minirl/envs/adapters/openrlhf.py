@@ -7,7 +7,8 @@
 
 openrlhf need not be installed: while a file is loaded, its imports find stand-ins with what such
 files use: empty base classes, and answers of mathematics graded by math-verify. What an
-`AgentExecutor` adds to an `AgentInstance` is not used, because minirl runs the episodes.
+`AgentExecutor` adds to an `AgentInstance` is not used, because minirl runs the episodes. Answers
+have no special tokens, which OpenRLHF leaves in them.
 """
 
 import contextlib

@@ -260,7 +260,7 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
         not missing and not extra,
         f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
         f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
-        "policy.model and policy.lora.targets as it was trained",
+        "policy.model, policy.lora.targets and policy.lora.modules_to_save as it was trained",
     )
     for name, p in parts.items():
         t = file.get_tensor(name_in_file(name))

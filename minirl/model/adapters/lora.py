@@ -49,6 +49,7 @@ class Adapters:
     on: bool = True  # False: the model computes as its base does.
     # Weights that are held in four bits, by name.
     packed: dict[str, FourBits] = field(default_factory=dict)
+    base: str = ""  # What stands for the files with the base's weights.
 
 
 # --------------------------------------------------------------------------------------------------
