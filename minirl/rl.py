@@ -213,7 +213,7 @@ class Trainer(BaseTrainer):
             self.progress.extra_tickets = num_extra
             self.progress.unfinished_tickets = rollout.unfinished
             self.progress.unfinished_tokens = rollout.unfinished_tokens
-        # Some episodes may have failed, but not all.
+        # Some episodes may have failed.
         if rollout.trouble:
             self.run.log.say(f"step {step}: {rollout.trouble}")
         # Add the scores of a reward model; other rewards were computed during generation.
@@ -347,25 +347,21 @@ class Trainer(BaseTrainer):
             Means over the updates of the policy's metrics and of the critic's (`critic_*`).
         """
         cfg = self.cfg
-        warmup_steps = 0
+        start = cfg.critic.warmup_steps if self.critic else 0  # Of the policy's training.
         policy_metrics: Metrics = {}
         critic_metrics: Metrics = {}
         if self.critic:
-            warmup_steps = cfg.critic.warmup_steps
             self.critic.sleeper.wake_parameters()
             loss = losses.value(cfg.critic.value_clip)
-            updates = update_in_passes(
-                self.critic, minibatches, loss, cfg, step=step, num_steps=self.num_steps
-            )
+            updates = update_in_passes(self.critic, minibatches, loss, cfg, step, self.num_steps)
             critic_metrics = {f"critic_{name}": value for name, value in updates.items()}
             self.critic.sleeper.sleep()
-        if step >= warmup_steps:
+        if step >= start:
             loss = losses.policy(self.algo, cfg.env.max_tokens)
             if self.dump:
                 loss = self.dump.noting(loss)
-            num_steps = self.num_steps - warmup_steps
             policy_metrics = update_in_passes(
-                self.policy, minibatches, loss, cfg, step=step, num_steps=num_steps
+                self.policy, minibatches, loss, cfg, step, self.num_steps, start
             )
         return policy_metrics | critic_metrics
 

@@ -503,7 +503,7 @@ class StreamTrainers(Trainers):
             (minibatch,) = self.to_minibatches(more)
             minibatches[0] += minibatch
             sums.append(self.policy.sum_gradients(minibatch, loss, is_last=self.is_last_part))
-        lr = learning_rate(self.policy.cfg, self.policy.num_updates, self.num_steps)
+        lr = learning_rate(self.policy.cfg, step, self.num_steps)
         return self.policy.update_by_sums(sums, lr)
 
 

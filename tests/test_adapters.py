@@ -71,6 +71,7 @@ def state(answer, row=ROW, **other):
         "r.tolist()",
         "{'rewards': r, 'scores': r, 'extra_logs': {'length': r}}",
         "{'rewards': r[0]}",
+        "{'rewards': r, 'extra_logs': None}",
     ],
 )
 def test_openrlhf_reward_file(file, returned):

@@ -155,6 +155,10 @@ class Fails(Asynchronous):
     async def reset(self, row):
         raise RuntimeError("no server")
 
+class Mistyped(Asynchronous):
+    async def step(self, state):
+        return Result(done=state.anser == "1")
+
 class Blocks(Asynchronous):
     async def step(self, state):
         time.sleep(1000)
@@ -634,6 +638,12 @@ CASES = {
         [*env("Fails"), "--env.on-error", "drop"],
         2,
         ["none of the 2 held-out prompts got an answer", "Fails.reset raised RuntimeError: no ser"],
+    ),
+    "every step fails": (
+        1,
+        [*env("Mistyped"), "--env.on-error", "reward"],
+        2,
+        ["none of the 2 held-out prompts got an answer", "step raised AttributeError", "anser"],
     ),
 }
 

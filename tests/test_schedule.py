@@ -233,6 +233,34 @@ def test_passes_do_not_depend_on_the_ranks(tmp_path):
                     assert got[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-13)
 
 
+class Rates:
+    """A model of which only the learning rates are noted."""
+
+    def __init__(self, **settings):
+        self.cfg = PolicyConfig(lr=1.0, lr_schedule="linear", lr_min_ratio=0.0, **settings)
+        self.rates = []
+
+    def update(self, minibatch, loss, lr):
+        self.rates.append(lr)
+        return {}
+
+
+def test_a_resumed_run_may_have_other_updates_in_a_step():
+    """The schedule is where the steps are, whatever earlier ones were made of."""
+    model = Rates()
+    model.num_updates = 2 * 4  # of two steps before
+    cfg = RLConfig(algo=AlgoConfig(updates_per_step=1))
+    for step in (2, 3):
+        update_in_passes(model, [[]], losses.sft(), cfg, step, 4)
+    assert model.rates == [0.5, 0.25]
+
+    cfg = RLConfig(algo=AlgoConfig(updates_per_step=2))
+    model = Rates()
+    for step in (2, 3):  # a critic has warmed up for two of the four
+        update_in_passes(model, [[], []], losses.sft(), cfg, step, 4, 2)
+    assert model.rates == [1.0, 0.75, 0.5, 0.25]
+
+
 def a_group(mesh, folder, num_trained, num_minibatches):
     """A step on the answers to so many prompts. Returns its metrics and the weights after it."""
     LlamaRMSNorm.forward = exact_norm

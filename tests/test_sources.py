@@ -582,6 +582,16 @@ def test_long_prompts_can_be_dropped_and_counted(tmp_path):
         check_lengths(prompts(rows, max_prompt_tokens=3, too_long="drop"), ALONE, 1)
 
 
+@pytest.mark.parametrize("too_long", ["error", "drop"])
+def test_images_for_a_model_that_reads_none_are_refused(tmp_path, too_long):
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+    row = {"prompt": "a", "images": [str(tmp_path / "x.png")]}
+    rows = rows_of(jsonl(tmp_path / "a.jsonl", [row]))
+    rows.marks[:] = 1
+    with pytest.raises(UserError, match="line 1: a prompt has images, and policy.model reads none"):
+        check_lengths(prompts(rows, too_long=too_long), ALONE, 1)
+
+
 # --------------------------------------------------------------------------------------------------
 # templates
 

@@ -149,7 +149,9 @@ class PolicyConfig:
     lr_min_ratio: NonNegative = 0.1  # Share of `lr` where cosine, linear and wsd end.
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
     adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.
-    weight_decay: NonNegative = 0.0  # Applied to matrices only.
+    #: Applied to matrices only; to those of a tower for images in steps without images, too, unless
+    #: they are frozen.
+    weight_decay: NonNegative = 0.0
     max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
 
     default_lr: ClassVar[float] = 1e-6  # Of weights that are trained themselves.

@@ -55,8 +55,13 @@ def check_lengths(prompts: Prompts, mesh: World, bit: int, num_tickets: int | No
         for number in numbers[mesh.rank :: mesh.world_size].tolist():
             row = rows[number]
             with errors_at(rows.place(number)):
-                num_tokens = len(prompts.encode(row))
                 num_images = len(chat.images_of(prompts.messages(row)))
+                require(
+                    prompts.vision or not num_images,
+                    "a prompt has images, and policy.model reads none; take a model of a family "
+                    "that does",
+                )
+                num_tokens = len(prompts.encode(row))
                 most_images = prompts.vision.max_images if prompts.vision else 0
                 is_cut = prompts.cut_to and not num_images
                 if (num_tokens <= limit or is_cut) and num_images <= most_images:

@@ -146,7 +146,7 @@ class Agent(Env):
     def run(self, row: dict, session: Session) -> Result | Awaitable[Result]:
         """Run the episode and return its result, of which reward, truncated and info count.
 
-        With `graded` the reward functions also score the last answer: that of the chat whose first
-        answer came last. With chats side by side this depends on their times.
+        With `graded` the reward functions also score the last answer: that of the chat which had
+        its first answer last. With chats side by side this depends on their times.
         """
         raise NotImplementedError

@@ -119,7 +119,7 @@ def score(
         UserError: no prompt got an answer.
     """
     # Tokens of a grammar are outside the loss; they are still an answer.
-    num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
+    num_answers = sum(t.info["answer_tokens"] > 0 and not t.info["error"] for t in trajectories)
     by_rank = mesh.gather((num_answers, reasons))
     found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
     why = next(found, "")

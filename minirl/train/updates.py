@@ -59,9 +59,9 @@ def update_in_passes(
     minibatches: list[Minibatch],
     loss: Loss,
     cfg: RLConfig,
-    *,
     step: int,
     num_steps: int,
+    start: int = 0,
 ) -> Metrics:
     """Make an optimizer step on each minibatch in each of `algo.num_epochs` passes. Collective.
 
@@ -71,18 +71,22 @@ def update_in_passes(
         loss: what to minimise.
         cfg: the config of the run.
         step: number of the RL step.
-        num_steps: RL steps in which this model is trained: the length of its schedule.
+        num_steps: RL steps of the run.
+        start: the RL step from which this model is trained, and its schedule counts.
 
     Returns:
         The mean of each metric over the updates; the maximum of metrics named `*_max`. Nothing
         where no update had a token to learn from.
     """
-    num_updates = num_steps * cfg.algo.num_epochs * cfg.algo.updates_per_step
+    per_step = cfg.algo.num_epochs * cfg.algo.updates_per_step
+    # Of the optimizer step. `model.num_updates` has those of a resumed run's earlier settings.
+    number = (step - start) * per_step
     updates = []
     for epoch in range(cfg.algo.num_epochs):
-        for number in minibatch_order(len(minibatches), seed=cfg.seed, step=step, epoch=epoch):
-            lr = learning_rate(model.cfg, model.num_updates, num_updates)
-            if metrics := model.update(minibatches[number], loss, lr):
+        for chosen in minibatch_order(len(minibatches), seed=cfg.seed, step=step, epoch=epoch):
+            lr = learning_rate(model.cfg, number, (num_steps - start) * per_step)
+            number += 1
+            if metrics := model.update(minibatches[chosen], loss, lr):
                 updates.append(metrics)
     means = {}
     for name in next(iter(updates), {}):

@@ -130,7 +130,7 @@ class OpenRLHFReward(AdaptedReward):
         result = self.function([prompt + answer.completion], [prompt], [label])
         if not isinstance(result, dict):
             return to_number(result)
-        for name, value in result.get("extra_logs", {}).items():
+        for name, value in (result.get("extra_logs") or {}).items():
             answer.call.log_metric(name, to_number(value))
         return to_number(result["rewards"])
 
@@ -201,7 +201,7 @@ class OpenRLHF(Env):
             )
         feedback = reply["environment_feedback"]
         self.text += state.answer + feedback
-        logs = reply.get("extra_logs", {})
+        logs = reply.get("extra_logs") or {}
         if "scores" in reply:
             logs = {**logs, "scores": reply["scores"]}
         return Result(
