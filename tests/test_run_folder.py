@@ -307,8 +307,10 @@ def test_an_export_that_cannot_read_its_checkpoint_leaves_nothing(saved, tmp_pat
     shutil.copytree(run, tmp_path / "run")
     save_config(cfg, tmp_path / "run/config.yaml")
     says = r"state cannot be read .* is damaged, or the run has removed it .* by --step$"
+    for rank in range(2):
+        flip_many(tmp_path / f"run/checkpoints/step-2/state/__{rank}_0.distcp")
     with pytest.raises(RankFailed) as failed:
-        ranks(2, export_with, tmp_path / "run", ("state/__1_0.distcp", flip_many), {})
+        ranks(2, export_with, tmp_path / "run", None, {})
     assert failed.value.kind == "Unreadable" and re.search(says, failed.value.text, re.M | re.S)
     assert not list((tmp_path / "run").glob("out*"))
 

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
 
     cli.run(ExportConfig, "minirl.checkpoint.__main__:export_checkpoint")
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from minirl.checkpoint.exporting import (
 )
 from minirl.checkpoint.finding import find_damage, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
-from minirl.checkpoint.state import require_same_base
+from minirl.checkpoint.state import read_description, require_same_base
 from minirl.config.parse import load_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import ExportConfig
@@ -120,8 +119,8 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     config = build.read_config(source)
     shapes = saved_shapes(checkpoint)
     if policy.lora.rank:
-        saved = json.loads((checkpoint / "progress.json").read_bytes())
         with errors_of_all(mesh, same_everywhere=True):
+            saved = read_description(checkpoint)
             require_same_base(str(checkpoint), saved, loading.hash_of_weights(source), source)
         # The base on the meta device with its adapters, and tensors for what is trained.
         new = frozenset({SCORE} & shapes.keys())

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -304,12 +305,8 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
         Unreadable: its files do not hold what was written.
         UserError: the checkpoint has no model of that name, or another one.
     """
-    path = checkpoint / "progress.json"
-    try:
-        description = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Unreadable(f"{path} cannot be read: {error}") from error
-    saved = description if name == "policy" else description.get(name)
+    description = read_description(checkpoint)
+    saved: Any = description if name == "policy" else description.get(name)
     require(saved, f"resume: {checkpoint} has no {name}; start in another output folder")
     now = _describe(policy)
     require(
@@ -381,6 +378,19 @@ def _state_options(policy: Policy) -> StateDictOptions:
     """
     is_adapted = policy.adapters is not None
     return StateDictOptions(ignore_frozen_params=is_adapted, strict=not is_adapted)
+
+
+def read_description(checkpoint: Path) -> dict:
+    """Return what a checkpoint says of itself: its step, the progress, what `_describe` returned.
+
+    Raises:
+        Unreadable: it cannot be read.
+    """
+    path = checkpoint / "progress.json"
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"{path} cannot be read: {error}") from error
 
 
 def require_same_base(where: str, saved: dict, base: str, folder: Path) -> None:
