@@ -136,6 +136,7 @@ class Trainers(Trainer):
         self.is_first_news = True
         self.have_left = False  # The generators.
         self.num_finished = self.run.first_step  # Steps.
+        self.seconds: dict[str, float] = {}  # Of these, by phase.
         self.awaited: set[int] = set()  # Steps whose evaluations are still to come.
         self.rows: dict[int, int] = {}  # As in `Delivery`, of this step.
         self.results: list[np.ndarray] = []  # As in `News`.
@@ -317,6 +318,7 @@ class Trainers(Trainer):
         self.numbers |= self.describe_ages(trajectories)
         super().report(step, trajectories, minibatches, metrics)
         self.num_finished = step + 1
+        self.seconds = dict(self.progress.seconds)
 
     def describe_ages(self, trajectories: list[Trajectory]) -> Metrics:
         """Return how old the tokens of a step are, and of how many versions an answer is."""
@@ -345,7 +347,7 @@ class Trainers(Trainer):
 
     def say_who_waited(self) -> None:
         """Say which side has waited for the other, and which number of generators would not."""
-        seconds = self.progress.seconds
+        seconds = self.seconds  # Without the last evaluation, for which the trainers wait.
         idle = {side: seconds.get(f"idle_{side}", 0.0) for side in ("trainers", "generators")}
         busy_training = sum(seconds.get(phase, 0.0) for phase in TRAINING)
         busy_generating = seconds.get("rollout", 0.0)
