@@ -263,7 +263,6 @@ class Watch(Oversight):
             code: the exit code of this rank. Another rank's reason has another one.
             is_first: this rank has said why the run ends.
         """
-        _end_children()
         store = self._store
         if store is None:
             leave(code)
@@ -372,7 +371,7 @@ def _launcher() -> str:
 
 
 def _end_children() -> None:
-    """Kill what this process has started, and what that has: no `finally` of agents runs any more.
+    """Kill what this process has started, and what that has: no `finally` of users runs any more.
 
     A process with a session of its own is meant to stay, as a tracker's that still sends rows.
     """
@@ -398,8 +397,9 @@ def leave(code: int) -> NoReturn:
     """End this process at once, without destructors and without waiting for threads.
 
     Destructors would wait for ranks that still wait for this one, and a thread of a user's code may
-    never end.
+    never end. What this process has started ends with it.
     """
+    _end_children()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             stream.flush()
