@@ -69,7 +69,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
         "each, with different ports, and name all of them in reward.function, separated by commas",
     )
     folder = build.find_folder(cfg.model, "model")
-    check_head(folder, "model")
+    check_head(folder, "model", scores=True)
     config = build.read_config(folder).get_text_config()
     max_tokens = longest_text(cfg, config.max_position_embeddings)
     tokenizer = load_tokenizer(folder, chats=False)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoProcessor,
@@ -42,6 +43,7 @@ from minirl.data.tokenizer import load_tokenizer, stop_token_ids
 from minirl.data.vision import read_vision
 from minirl.parallel.fsdp import local
 from minirl.rollout.conversation import Conversation
+from minirl.run.inputs import find_other_model
 from minirl.train.frozen import RewardModel
 from minirl.train.policy import Policy
 from minirl.types.packed import Trajectory
@@ -297,6 +299,16 @@ def test_images_that_a_model_of_gemma_cannot_see_are_refused(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         read_vision(folder)
+
+
+def test_a_model_without_its_image_processor_is_one_error(tmp_path):
+    folder = tiny.make(tmp_path / "model", "gemma3")
+    config = AutoConfig.from_pretrained(folder)
+    for file in folder.glob("*processor_config.json"):
+        file.unlink()
+    message = r"the image processor of .*model \(\*processor_config.json\) cannot be read"
+    with pytest.raises(UserError, match=message):
+        find_other_model(str(folder), config, ParallelConfig(), "critic.model", scores=None)
 
 
 def test_another_image_is_another_prompt(folder):

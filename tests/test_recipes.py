@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -614,6 +615,28 @@ def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
                 "reward.model",
                 scores=True,
             )
+
+
+SCORE_HEADS = {
+    "two scores": (2, False, None, ": its score.weight has 2 rows; that of a reward model"),
+    "a bias": (1, True, True, ": its score.weight has 1 rows and a bias; that of"),
+    "for a reference": (1, False, False, " is a reward model, which gives scores and no answers"),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_HEADS)
+def test_a_score_head_that_does_not_fit_is_refused_before_a_run_begins(tmp_path, name):
+    num_scores, bias, scores, says = SCORE_HEADS[name]
+    folder = tiny.make(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    width = tensors["model.norm.weight"].numel()
+    tensors["score.weight"] = torch.ones(num_scores, width)
+    if bias:
+        tensors["score.bias"] = torch.ones(num_scores)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(UserError, match=f"critic.model = .*model{says}"):
+        find_other_model(str(folder), config, ParallelConfig(), "critic.model", scores=scores)
 
 
 class Told(RewardModel):

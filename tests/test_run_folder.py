@@ -853,6 +853,29 @@ def test_what_may_change_is_listed(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "stays"),
+    [
+        ("reward.model_weight", 0.5, False),
+        ("env.max_turns", 2, False),
+        ("eval.max_tokens", 7, False),
+        ("eval.every", 7, True),
+        ("reward.threads", 7, True),
+        ("policy.lr", 1e-4, True),
+    ],
+)
+def test_the_best_checkpoint_is_of_one_measure(tmp_path, capsys, name, value, stays):
+    cfg = begun(tmp_path, RLConfig)
+    best = tmp_path / "checkpoints/best.json"
+    best.parent.mkdir()
+    best.write_text("{}")
+    run_folder.forget_best(changed(cfg, name, value))
+    assert best.exists() == stays
+    said = "" if stays else f"{name} decides the scores of evaluations and has changed: no check"
+    err = capsys.readouterr().err
+    assert (err == "") == stays and said in err
+
+
 @pytest.mark.parametrize("cls", [SFTConfig, RMConfig, DPOConfig])
 def test_another_program_does_not_resume(tmp_path, cls):
     begun(tmp_path, RLConfig)

@@ -129,7 +129,12 @@ def _replace_groups_and_weights() -> None:
     everywhere.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
 
     def load_weights(
-        model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
+        model: Any,
+        folder: Path,
+        device: torch.device,
+        *,
+        cpu_offload: bool = False,
+        setting: str = "policy.model",
     ) -> None:
         loading.allocate(model, device, cpu_offload=cpu_offload)
         four_bits.allocate(model, device)

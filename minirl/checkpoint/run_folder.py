@@ -49,6 +49,21 @@ FIXED = {
     "*.lora.*": "which weights are trained",
     "*.optimizer": "what the optimizer's state is",
 }
+# Settings of what an evaluation measures: scores of before and after a change do not compare.
+MEASURES = (
+    "env.name",
+    "env.max_*",
+    "env.*error*",
+    "eval.[!e]*",  # all but `every`
+    "reward.function",
+    "reward.weights",
+    "reward.model_weight",
+    "reward.unstopped*",
+    "reward.overlong*",
+    "reward.normalize",
+    "reward.clip",
+    "rollout.max_tokens",
+)
 # Where a run is and how it is started is no setting of it.
 IGNORED = ("output", "resume")
 
@@ -153,6 +168,19 @@ os.register_at_fork(after_in_child=_forget)
 def head_of(cls: type) -> str:
     """Return the line that begins the config.yaml of a run."""
     return f"# Settings of a run of {program_of(cls)}.\n"
+
+
+def forget_best(cfg: TrainingConfig) -> None:
+    """Let no checkpoint be the best of a resumed run, if another setting decided the scores."""
+    best = Path(cfg.output) / "checkpoints/best.json"
+    names = [line.split()[0] for line in compare_settings(cfg)]
+    changed = [name for name in names if any(fnmatch(name, pattern) for pattern in MEASURES)]
+    if changed and best.exists():
+        best.unlink()
+        say(
+            f"{', '.join(changed)} decides the scores of evaluations and has changed: no "
+            "checkpoint counts as the best until the next is scored"
+        )
 
 
 def compare_settings(cfg: TrainingConfig) -> list[str]:

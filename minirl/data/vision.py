@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
 
 from minirl.base.errors import require
+from minirl.base.reading import library_reads
 from minirl.data.images import BadImage, blank, rgb
 from minirl.types.packed import ImageBatch, ImageSpan
 
@@ -59,7 +60,8 @@ class Vision(ABC):
     def __init__(self, folder: Path, max_images: int = 0):
         """Load the processor of the model in `folder`."""
         self.max_images = max_images
-        self.processor = AutoImageProcessor.from_pretrained(folder)
+        with library_reads(f"the image processor of {folder} (*processor_config.json)"):
+            self.processor = AutoImageProcessor.from_pretrained(folder)
 
     def num_tokens(self, url: str) -> int:
         """Return how many tokens an image has.

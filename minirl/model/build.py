@@ -152,7 +152,9 @@ def build_model(
 
     # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
-    checks.check_supported(config, f"policy.model = {folder}")
+    # Frozen models have the policy's settings, but for its name.
+    setting = f"{section_of(cfg)}.model" if trainable else "model"
+    checks.check_supported(config, f"{setting} = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
     model.routing = routing.install(model, cfg, mesh.tensor.size())
@@ -204,7 +206,9 @@ def build_model(
     if base is not None:
         loading.share_base(model, base)
     with errors_of_all(mesh):  # each rank reads its own part
-        loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+        loading.load_weights(
+            model, folder, mesh.device, cpu_offload=cfg.cpu_offload, setting=setting
+        )
         lora.start(model)
         if model.adapters and cfg.lora.adapter:
             read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")

@@ -66,8 +66,12 @@ class Mxfp4Weight:
         return values[:, columns.start - first * BLOCK : columns.stop - first * BLOCK]
 
 
-def open_weights(folder: Path) -> dict[str, Any]:
+def open_weights(folder: Path, setting: str = "policy.model") -> dict[str, Any]:
     """Open the safetensors files of a model's folder, and read none of their weights yet.
+
+    Args:
+        folder: a Hugging Face folder.
+        setting: the setting that names the model, for errors.
 
     Returns:
         Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
@@ -76,11 +80,11 @@ def open_weights(folder: Path) -> dict[str, Any]:
         UserError: a file cannot be read.
     """
     weights = {}
-    for path in weight_files(folder):
+    for path in weight_files(folder, setting):
         try:
             file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise UserError(f"policy.model: cannot read {path}: {error}") from error
+            raise UserError(f"{setting}: cannot read {path}: {error}") from error
         names = file.keys()
         for name in names:
             weights[name] = file.get_slice(name)
@@ -109,7 +113,7 @@ def hash_of_weights(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, setting: str = "policy.model") -> list[Path]:
     """Return the files that an index names, or else the single file, or else all there are.
 
     Raises:
@@ -118,11 +122,11 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.exists():
-        read = read_json(index, "policy.model:")
+        read = read_json(index, f"{setting}:")
         file_of_weight: Any = read.get("weight_map") if isinstance(read, dict) else None
         if not isinstance(file_of_weight, dict):
             raise UserError(
-                f"policy.model: {index} has no weight_map of names and files; write it as "
+                f"{setting}: {index} has no weight_map of names and files; write it as "
                 "save_pretrained does, or remove it"
             )
         return sorted({folder / str(file) for file in file_of_weight.values()})
@@ -156,7 +160,12 @@ def share_base(model: Any, base: Any) -> None:
 
 @torch.no_grad()
 def load_weights(
-    model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
+    model: Any,
+    folder: Path,
+    device: torch.device,
+    *,
+    cpu_offload: bool = False,
+    setting: str = "policy.model",
 ) -> None:
     """Materialise a sharded meta model and fill this rank's shards.
 
@@ -167,13 +176,15 @@ def load_weights(
         folder: a Hugging Face folder.
         device: where the model computes.
         cpu_offload: parameters are kept on the host (buffers are not).
+        setting: the setting that names the model, for errors.
 
     Raises:
         UserError: the files hold other names or shapes than the model, numbers that are no floats,
             or, where this rank reads them, NaN or infinity.
     """
     # 1. The files hold the model's weights, all of them and nothing else.
-    weights = open_weights(folder)
+    where = f"{setting} = {folder}"
+    weights = open_weights(folder, setting)
     slices = {}
     in_model = {}
     for name, t in tensors(model).items():
@@ -195,16 +206,16 @@ def load_weights(
     extra = [name for name in others if not re.search(pattern, name)]
     require(
         not wrong and not extra,
-        f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
+        f"{where}: the weights do not fit its config.json; missing or of another "
         f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
     )
     if "lm_head" in model._modules:
-        check_tied([name for name in others if re.search(HEAD, name)], in_model, weights, folder)
+        check_tied([name for name in others if re.search(HEAD, name)], in_model, weights, where)
     for name in in_model:  # Integers without their scales would be copied as they are.
         dtype = weights[name].get_dtype()
         require(
             dtype in FLOATS,
-            f"policy.model = {folder}: {name} is of dtype {dtype}; take a model that is not "
+            f"{where}: {name} is of dtype {dtype}; take a model that is not "
             f"quantized, with weights of {', '.join(FLOATS)}",
         )
 
@@ -219,18 +230,18 @@ def load_weights(
         if name in packed:
             whole = torch.empty(t.shape, dtype=t.dtype)
             fill_shard(whole, slices[name], weights)
-            check_finite(name, whole, folder)
+            check_finite(name, whole, where)
             bits, scales = (model.get_parameter(p) for p in (name, f"{name}_{nf4.SCALES}"))
             nf4.fill(packed[name], whole.to(device), bits, scales)
         elif name in slices:
             fill_shard(t, slices[name], weights)
-            check_finite(name, t, folder)
+            check_finite(name, t, where)
         else:
             t.zero_()
 
 
 def check_tied(
-    heads: Iterable[str], in_model: Iterable[str], weights: dict[str, Any], folder: Path
+    heads: Iterable[str], in_model: Iterable[str], weights: dict[str, Any], where: str
 ) -> None:
     """Refuse a head in the files that a model ties to an embedding of other values.
 
@@ -240,7 +251,7 @@ def check_tied(
         heads: names of heads in the files that the model does not read.
         in_model: names that it reads.
         weights: of the files, by name.
-        folder: of the files.
+        where: the setting and the folder, for the error.
 
     Raises:
         UserError: they differ.
@@ -252,7 +263,7 @@ def check_tied(
         require(
             weights[embedding].get_shape() == shape
             and torch.equal(weights[embedding][rows], weights[head][rows]),
-            f"policy.model = {folder}: its config.json ties {head} to {embedding}, and the files "
+            f"{where}: its config.json ties {head} to {embedding}, and the files "
             "have other values for it; set tie_word_embeddings to what the weights are",
         )
 
@@ -283,20 +294,20 @@ def is_finite(t: Tensor) -> bool:
     return bool(t.isfinite().all()) or (t.ndim == 0 and not t.isnan())
 
 
-def check_finite(name: str, t: Tensor, folder: Path) -> None:
+def check_finite(name: str, t: Tensor, where: str) -> None:
     """Refuse a parameter of which this rank has read NaN or infinity.
 
     Args:
         name: the parameter's name.
         t: the parameter, filled.
-        folder: the folder that was read.
+        where: the setting and the folder, for the error.
 
     Raises:
         UserError: so it is.
     """
     require(
         is_finite(fsdp.local(t)),
-        f"policy.model = {folder}: {name} has NaN or infinity; nothing can be learnt from there, "
+        f"{where}: {name} has NaN or infinity; nothing can be learnt from there, "
         "so take another checkpoint",
     )
 

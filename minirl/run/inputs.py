@@ -248,12 +248,18 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles, num_trainers: int) -> dict
         "critic": (cfg.critic.model, "critic.model"),
         "reward model": (scorer, "reward.model"),
     }
+    # A critic may begin with the head of a reward model.
+    scores = {"reference": False, "critic": None, "reward model": True}
     folders = {"policy": policy.folder}
     configs = {"policy": policy.config}
     for role, (model, setting) in others.items():
-        scores = role == "reward model"
         folder = find_other_model(
-            model, policy.config, cfg.parallel, setting, scores=scores, tokenizer=policy.tokenizer
+            model,
+            policy.config,
+            cfg.parallel,
+            setting,
+            scores=scores[role],
+            tokenizer=policy.tokenizer,
         )
         if folder:
             folders[role] = folder
@@ -527,17 +533,13 @@ def find_model(
             "data.max_prompt_tokens + rollout.max_tokens (or eval.max_tokens), and it if it is set,"
         )
         checks.check_positions(config, where, "engine.max_model_len", longest(cfg), cure)
-        require(
-            model == "scratch" or causal.SCORE not in open_weights(folder),
-            f"{where} is a reward model, which gives scores and no answers: its weights have "
-            f"{causal.SCORE}; name a language model",
-        )
+        if model != "scratch":
+            check_head(folder, setting, scores=False)
     else:
         checks.check_supported(config, where)
         checks.check_positions(config, where, "data.max_tokens", longest(cfg), "it")
     vision = read_vision(folder, max_images) if families.reads_images(config) else None
     if isinstance(cfg, EvaluateConfig):
-        open_weights(folder)  # damaged files are refused before the engine meets them
         require(
             glob.escape(str(folder)) == str(folder),
             f"{where}: the engine reads *, ? and [ in the path {folder} as a pattern of file "
@@ -596,7 +598,7 @@ def find_other_model(
     parallel: ParallelConfig,
     setting: str,
     *,
-    scores: bool = False,
+    scores: bool | None = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path | None:
     """Find and check another model, which reads the same tokens as the policy.
@@ -606,7 +608,7 @@ def find_other_model(
         policy: the policy's config.
         parallel: the mesh.
         setting: the setting that names the model, for errors.
-        scores: whether it is a reward model, which has a score head.
+        scores: whether it must have a score head (True: a reward model), must not, or may (None).
         tokenizer: the policy's. The vocabulary may then be padded by more rows than the policy's,
             as those of larger Qwen2.5 are. None: they are of one size.
 
@@ -651,8 +653,9 @@ def find_other_model(
         f"{moved[:3]}: the policy's answers mean something else there; take a model with the same "
         "tokenizer",
     )
-    if scores:
-        check_head(folder, setting)
+    check_head(folder, setting, scores=scores)
+    if families.reads_images(config):
+        read_vision(folder)  # It is refused now if its image processor cannot be read.
     return folder
 
 
@@ -666,16 +669,40 @@ def _patches(config: PretrainedConfig) -> dict[str, Any]:
     return token | {name: tower[name] for name in names if name in tower}
 
 
-def check_head(folder: Path, setting: str) -> None:
-    """Refuse a model without a score head. Raises UserError.
+def check_head(folder: Path, setting: str, *, scores: bool | None) -> None:
+    """Refuse a model of the wrong kind by its files' score head, and a head that is not minirl's.
 
     A missing head would be filled with zeros. A critic can learn from there; all scores of a reward
     model would be 0.
+
+    Args:
+        folder: a Hugging Face folder.
+        setting: the setting that names the model, for errors.
+        scores: whether it must have a head, must not, or may (None).
+
+    Raises:
+        UserError: so it is, or a file cannot be read.
     """
+    weights = open_weights(folder, setting)
+    where = f"{setting} = {folder}"
+    if causal.SCORE not in weights:
+        require(
+            not scores,
+            f"{where} is no reward model: its weights have no {causal.SCORE}; train one with "
+            "minirl.rm",
+        )
+        return
     require(
-        causal.SCORE in open_weights(folder),
-        f"{setting} = {folder} is no reward model: its weights have no {causal.SCORE}; train one "
-        "with minirl.rm",
+        scores is not False,
+        f"{where} is a reward model, which gives scores and no answers: its weights have "
+        f"{causal.SCORE}; name a language model",
+    )
+    num_scores = weights[causal.SCORE].get_shape()[0]
+    bias = causal.SCORE.replace("weight", "bias")
+    require(
+        num_scores == 1 and bias not in weights,
+        f"{where}: its {causal.SCORE} has {num_scores} rows{' and a bias' * (bias in weights)}; "
+        "that of a reward model or critic has one, without a bias; train one with minirl.rm",
     )
 
 

@@ -75,6 +75,7 @@ class TrainingRun:
         if mesh.rank == 0:
             # Write the config; drop what the run will write again.
             run_folder.hold(self.output)
+            run_folder.forget_best(cfg)
             text = run_folder.head_of(type(cfg)) + to_yaml(dataclasses.asdict(cfg))
             write_whole(self.output / "config.yaml", text)
             records.drop_steps(self.output / "rollouts", self.first_step)
