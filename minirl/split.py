@@ -39,6 +39,7 @@ import torch
 from minirl.algo import losses
 from minirl.base.log import say
 from minirl.base.reading import parse_json, read_text
+from minirl.checkpoint.run_folder import ANSWERS, fingerprint
 from minirl.config.rl import RLConfig
 from minirl.data.order import Curriculum
 from minirl.data.prompts import Prompts
@@ -438,17 +439,25 @@ class LockstepTrainers(Trainers):
             if self.drawn:
                 counts = asdict(replace(self.drawn, trajectories=[]))
                 others = {"counts": counts, "rows": self.rows, "numbers": self.numbers}
+                others["settings"] = fingerprint(self.cfg, ANSWERS)
                 lines = b"".join(records.to_lines(self.drawn.trajectories))
                 name = f"{DRAWN}-{self.mesh.rank}.json"
                 files = {name: json.dumps(others).encode(), f"{name}l": lines}
             self.run.saver.more_files = files
 
     def load_drawn(self, checkpoint: Path) -> StepRollout | None:
-        """Return the batch in a checkpoint; None: a run of another kind has written it."""
+        """Return the batch in a checkpoint.
+
+        None: a run of another kind has written it, or one with other settings of answers.
+        """
         trajectories: list[Trajectory] = []
         counts = None
         for path in sorted(checkpoint.glob(f"{DRAWN}-*.json")):
             others = parse_json(read_text(path, "resume:"))
+            if others.get("settings") != fingerprint(self.cfg, ANSWERS):
+                if self.mesh.rank == 0:
+                    say("the batch in the checkpoint was drawn with other settings; it is left out")
+                return None
             counts = others["counts"]
             self.numbers = others["numbers"]
             self.rows |= {int(ticket): row for ticket, row in others["rows"].items()}

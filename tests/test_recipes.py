@@ -488,6 +488,14 @@ def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
     assert sorted(p.name for p in (tmp_path / "references").iterdir()) == ["step-35"]
 
 
+def test_references_of_later_steps_are_not_of_a_resumed_run(tmp_path):
+    for n in (3, 6, 9):
+        (tmp_path / f"references/step-{n}").mkdir(parents=True)
+    finding.drop_later_references(tmp_path, 6)
+    left = sorted(p.name for p in (tmp_path / "references").iterdir())
+    assert left == ["step-3", "step-6"]
+
+
 def test_references_between_a_kept_checkpoint_and_the_newest_are_dropped(tmp_path):
     """The one that scored best may be from long ago."""
     for n in (2, 20):

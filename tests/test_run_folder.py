@@ -40,7 +40,9 @@ from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model import scratch
 from minirl.rollout import records
 from minirl.run import inputs, log
+from minirl.run.metrics import Progress
 from minirl.run.results import truncate
+from minirl.run.trainer import TrainingRun
 from minirl.supervise.lifecycle import explain
 from minirl.supervise.watch import Watch
 from minirl.types.packed import Trajectory
@@ -854,18 +856,22 @@ def test_what_may_change_is_listed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "stays"),
+    ("cls", "name", "value", "stays"),
     [
-        ("reward.model_weight", 0.5, False),
-        ("env.max_turns", 2, False),
-        ("eval.max_tokens", 7, False),
-        ("eval.every", 7, True),
-        ("reward.threads", 7, True),
-        ("policy.lr", 1e-4, True),
+        (RLConfig, "reward.function", "new.py:other", False),
+        (RLConfig, "reward.function", "elsewhere.py:exact", True),
+        (RLConfig, "reward.model_weight", 0.5, False),
+        (RLConfig, "env.max_turns", 2, False),
+        (RLConfig, "eval.max_tokens", 7, False),
+        (RLConfig, "eval.every", 7, True),
+        (RLConfig, "reward.threads", 7, True),
+        (RLConfig, "algo.loss", "gspo", True),
+        (DPOConfig, "algo.loss", "ipo", False),
+        (DPOConfig, "policy.lr", 1e-4, True),
     ],
 )
-def test_the_best_checkpoint_is_of_one_measure(tmp_path, capsys, name, value, stays):
-    cfg = begun(tmp_path, RLConfig)
+def test_the_best_checkpoint_is_of_one_measure(tmp_path, capsys, cls, name, value, stays):
+    cfg = begun(tmp_path, cls)
     best = tmp_path / "checkpoints/best.json"
     best.parent.mkdir()
     best.write_text("{}")
@@ -874,6 +880,26 @@ def test_the_best_checkpoint_is_of_one_measure(tmp_path, capsys, name, value, st
     said = "" if stays else f"{name} decides the scores of evaluations and has changed: no check"
     err = capsys.readouterr().err
     assert (err == "") == stays and said in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stay"), [("reward.function", "new", False), ("policy.lr", 1e-4, True)]
+)
+def test_what_is_known_of_other_rewards_is_forgotten(name, value, stay):
+    cfg = RLConfig()
+    progress = Progress(reward_stats=[3.0, 1.0, 2.0], outcomes="of rows")
+    run = SimpleNamespace(cfg=cfg, progress=progress, mesh=SimpleNamespace(rank=0))
+    for _ in range(2):  # A checkpoint of earlier code does not know what decided them.
+        TrainingRun.forget_other_rewards(run)
+        assert progress.reward_stats == [3.0, 1.0, 2.0] and progress.outcomes == "of rows"
+    run.cfg = changed(cfg, name, value)
+    TrainingRun.forget_other_rewards(run)
+    assert (progress.reward_stats == [3.0, 1.0, 2.0]) == (progress.outcomes == "of rows") == stay
+
+
+def test_a_critic_of_the_checkpoint_may_be_trained_again(tmp_path):
+    cfg = changed(begun(tmp_path, RLConfig), "algo.advantage", "gae")
+    assert run_folder.compare_settings(cfg, has_critic=True) == ["algo.advantage 'grpo' -> 'gae'"]
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RMConfig, DPOConfig])

@@ -217,6 +217,20 @@ def test_a_run_goes_on_with_other_sides(folder, tmp_path):
     assert steps == list(range(number))
 
 
+def test_a_batch_of_other_settings_is_drawn_again(folder, tmp_path):
+    """Both steps after a resume have as many answers as the settings ask for, of rows that the
+    curriculum knows."""
+    out = tmp_path / "out"
+    ended = run(folder, out, **{"num_steps": 3, "checkpoint.keep": 2})
+    assert ended.code == 0 and (out / "checkpoints/step-2/drawn-0.json").exists(), ended.err
+    changes = {"rollout.samples_per_prompt": 6, "rollout.curriculum_floor": 0.1, "num_steps": 4}
+    ended = run(folder, out, **{"rollout.dump": True, **changes})
+    assert ended.code == 0 and "drawn with other settings" in ended.err, ended.err
+    for step in (2, 3):
+        answers = read(out / f"rollouts/step-{step}-rank-0.jsonl")
+        assert len(answers) == 12
+
+
 # --------------------------------------------------------------------------------------------------
 # each by itself
 

@@ -1,6 +1,7 @@
 """A run that can be watched: its files while it runs and after it has failed or was stopped, and
 the trackers (the real packages, offline). How a whole run ends is in test_program.py."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -223,6 +224,9 @@ def test_wandb_offline_goes_on_under_its_id(tmp_path, monkeypatch):
     assert known["name"] == "first"
     runs = sorted(tmp_path.glob("wandb/offline-run-*"))
     # One that begins in the same second has a number behind the id.
+    write_log(tmp_path, dataclasses.replace(cfg, run_name="second"), 2)
+    renamed = json.loads((tmp_path / "trackers.json").read_text())
+    assert renamed == {"name": "second", "id": known["id"]}
     assert len(runs) == 2 and all(f"-{known['id']}" in run.name for run in runs)
     data = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
     assert b"rl/reward" in data and b"eval/accuracy" in data and b"seed" in data
@@ -236,3 +240,4 @@ def test_wandb_without_a_login_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", failing)
     with pytest.raises(UserError, match="log.wandb = mine: api_key.*WANDB_MODE=offline"):
         Wandb(LogConfig(wandb="mine"), tmp_path, {})
+    assert not list(tmp_path.iterdir())  # Or the same command, after a login, would be refused.

@@ -155,6 +155,13 @@ def drop_references(run: Path, step: int) -> None:
             remove(path)
 
 
+def drop_later_references(run: Path, step: int) -> None:
+    """Delete references of later steps, before a run resumes at `step`: it takes its own."""
+    for n, path in finished(run, "references").items():
+        if n > step:
+            remove(path)
+
+
 def newest_reference(run: Path, step: int) -> Path | None:
     """Return the newest reference that is not newer than a step, if there is one."""
     references = finished(run, "references")

@@ -12,18 +12,22 @@ system has no locks, one line says so.
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
+import json
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from minirl.base.errors import UserError, require
 from minirl.base.log import say
 from minirl.base.reading import is_file, read_text
 from minirl.config.parse import flatten, load_config, program_of
+from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 
 LOCK = "lock"
@@ -49,20 +53,39 @@ FIXED = {
     "*.lora.*": "which weights are trained",
     "*.optimizer": "what the optimizer's state is",
 }
-# Settings of what an evaluation measures: scores of before and after a change do not compare.
-MEASURES = (
+# Settings of what an episode earns: rewards of before and after a change do not compare.
+REWARDS = (
     "env.name",
     "env.max_*",
     "env.*error*",
-    "eval.[!e]*",  # all but `every`
+    "eval.threshold",
     "reward.function",
     "reward.weights",
     "reward.model_weight",
     "reward.unstopped*",
     "reward.overlong*",
-    "reward.normalize",
-    "reward.clip",
+)
+# Settings of what an evaluation measures.
+EVALUATIONS = (
+    *REWARDS,
+    "eval.samples",
+    "eval.temperature",
+    "eval.top_*",
+    "eval.max_tokens",
     "rollout.max_tokens",
+)
+# Settings of the answers that a step trains on.
+ANSWERS = (
+    *REWARDS,
+    "rollout.samples_per_prompt",
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "rollout.top_*",
+    "rollout.min_p",
+    "rollout.extra_prompts",
+    "rollout.keep_inside",
+    "rollout.curriculum_floor",
+    "algo.router_replay",
 )
 # Where a run is and how it is started is no setting of it.
 IGNORED = ("output", "resume")
@@ -173,9 +196,12 @@ def head_of(cls: type) -> str:
 def forget_best(cfg: TrainingConfig) -> None:
     """Let no checkpoint be the best of a resumed run, if another setting decided the scores."""
     best = Path(cfg.output) / "checkpoints/best.json"
-    names = [line.split()[0] for line in compare_settings(cfg)]
-    changed = [name for name in names if any(fnmatch(name, pattern) for pattern in MEASURES)]
-    if changed and best.exists():
+    if not best.exists():
+        return
+    patterns = EVALUATIONS if isinstance(cfg, RLConfig) else ("algo.*",)
+    before = _chosen(load_config(type(cfg), str(Path(cfg.output) / "config.yaml")), patterns)
+    changed = [name for name, value in _chosen(cfg, patterns).items() if before.get(name) != value]
+    if changed:
         best.unlink()
         say(
             f"{', '.join(changed)} decides the scores of evaluations and has changed: no "
@@ -183,8 +209,28 @@ def forget_best(cfg: TrainingConfig) -> None:
         )
 
 
-def compare_settings(cfg: TrainingConfig) -> list[str]:
+def fingerprint(cfg: TrainingConfig, patterns: Iterable[str]) -> str:
+    """Return what stands for the values of those settings that match one of the patterns."""
+    text = json.dumps(_chosen(cfg, patterns), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _chosen(cfg: TrainingConfig, patterns: Iterable[str]) -> dict[str, Any]:
+    """Return the settings that match a pattern. `file.py:name` is the name: files move."""
+    chosen = {}
+    for name, value in flatten(dataclasses.asdict(cfg)).items():
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            texts = value if isinstance(value, list) else [value]
+            chosen[name] = [str(text).rpartition(":")[2] for text in texts]
+    return chosen
+
+
+def compare_settings(cfg: TrainingConfig, *, has_critic: bool = False) -> list[str]:
     """Compare a resumed run's settings with those in its folder.
+
+    Args:
+        cfg: the settings of the resumed run.
+        has_critic: whether the newest checkpoint has one, whatever the settings say.
 
     Returns:
         What has changed and may: `name old -> new`.
@@ -227,7 +273,7 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
                 f"same thing at another place, change {path}, too)",
             )
         require(
-            name != "algo.advantage" or now != "gae",
+            name != "algo.advantage" or now != "gae" or has_critic,
             f"resume: {name} = {now!r}, and the run was begun with {before!r}: it has no critic; "
             "set it as it was, or start in another output folder",
         )

@@ -104,6 +104,10 @@ def read_config(folder: Path | str) -> PretrainedConfig:
             it counts more layers or heads than anybody would build.
     """
     file = Path(folder) / "config.json"
+    require(
+        not isinstance(folder, Path) or is_file(file),
+        f"{file} is missing; put it back, or name another model",
+    )
     with library_reads(str(file)):
         if is_file(file):
             checks.check_counts(json.loads(file.read_bytes()), str(file))

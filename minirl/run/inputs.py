@@ -31,6 +31,7 @@ from minirl.base.oversight import Oversight
 from minirl.base.reading import is_file
 from minirl.checkpoint import run_folder
 from minirl.checkpoint.finding import finished
+from minirl.checkpoint.state import read_description
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import (
@@ -384,7 +385,11 @@ def check_output(cfg: TrainingConfig, mesh: World) -> None:
         if mesh.rank == 0:  # alone, as check_shared demands
             _refuse_other_run(output, cfg.resume)
             run_folder.require_free(output)
-            changed = run_folder.compare_settings(cfg) if cfg.resume else []
+            changed = []
+            if cfg.resume:
+                newest = list(finished(output).values())[-1:]
+                has_critic = any("critic" in read_description(path) for path in newest)
+                changed = run_folder.compare_settings(cfg, has_critic=has_critic)
             if changed:
                 say(f"resuming with other settings than before: {', '.join(changed)}")
     check_shared(output, "output", mesh)

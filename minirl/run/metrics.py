@@ -156,6 +156,7 @@ class Progress:
     kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
     # Count, mean and squares about the mean of all rewards, for reward.normalize.
     reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    rewards: str = ""  # What stands for the settings that decide rewards (run_folder.REWARDS).
     outcomes: str = ""  # Outcomes of prompts in past steps, as a curriculum saves them.
     data: str = ""  # The data in a few words.
     rows: str = ""  # What stands for the rows to train on and, after a space, the held-out ones.

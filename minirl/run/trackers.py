@@ -30,12 +30,10 @@ class Wandb:
         import wandb
 
         path = folder / "trackers.json"
+        known = {"name": "", "id": secrets.token_hex(4)}
         if path.exists():
             known = json.loads(path.read_text())
-        else:
-            name = cfg.run_name or folder.resolve().name
-            known = {"name": name, "id": secrets.token_hex(4)}
-            write_whole(path, json.dumps(known) + "\n")
+        known["name"] = cfg.run_name or folder.resolve().name
         try:
             self.run = wandb.init(
                 project=cfg.wandb,
@@ -51,6 +49,7 @@ class Wandb:
                 f"log.wandb = {cfg.wandb}: {error}; log in by `wandb login`, or set "
                 "WANDB_MODE=offline and send the run later by `wandb sync`"
             ) from error
+        write_whole(path, json.dumps(known) + "\n")
         self.phases: set[str] = set()
 
     def log(self, phase: str, step: int, values: dict[str, float]) -> None:

@@ -70,15 +70,20 @@ class TrainingRun:
             self.resumed_from, saved = found
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
+        self.forget_other_rewards()
 
         self.results: results.Results | None = None  # On rank 0.
+        wandb: Wandb | None = None
         if mesh.rank == 0:
-            # Write the config; drop what the run will write again.
             run_folder.hold(self.output)
+            if cfg.log.wandb:  # First, because it may be refused.
+                wandb = Wandb(cfg.log, self.output, dataclasses.asdict(cfg))
+            # Write the config; drop what the run will write again.
             run_folder.forget_best(cfg)
             text = run_folder.head_of(type(cfg)) + to_yaml(dataclasses.asdict(cfg))
             write_whole(self.output / "config.yaml", text)
             records.drop_steps(self.output / "rollouts", self.first_step)
+            finding.drop_later_references(self.output, self.first_step)
             resumed = self.resumed_from is not None
             self.results = results.Results(self.output, self.first_step, resumed=resumed)
         mesh.watch.record_end = functools.partial(results.record_end, self.output)
@@ -94,10 +99,8 @@ class TrainingRun:
         mesh.watch.finish_writing = finish_writing
         self.exporter = Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
-        open_wandb = None
-        if cfg.log.wandb:
-            open_wandb = functools.partial(Wandb, cfg.log, self.output, dataclasses.asdict(cfg))
         repeated = self.first_step if self.resumed_from else -1  # The evaluation before all steps.
+        open_wandb = (lambda: wandb) if wandb else None
         self.log = Log(self.output, rank=mesh.rank, first_step=repeated, open_wandb=open_wandb)
         if mesh.rank == 0 and self.resumed_from:
             self.show_warm_start_again()
@@ -120,6 +123,21 @@ class TrainingRun:
             self.log.say("no finished checkpoint to resume from; starting at step 0")
         self.progress.data = description
         self.progress.rows = row_hashes
+
+    def forget_other_rewards(self) -> None:
+        """Forget what a resumed run knows of rewards, if other settings decide them now."""
+        rewards = run_folder.fingerprint(self.cfg, run_folder.REWARDS)
+        known = self.progress
+        if known.rewards not in ("", rewards) and (known.reward_stats[0] or known.outcomes):
+            known.reward_stats = Progress().reward_stats
+            known.outcomes = ""
+            if self.mesh.rank == 0:
+                say(
+                    "other settings decide the rewards than before: their mean and deviation "
+                    "(reward.normalize) and the outcomes of prompts (rollout.curriculum_floor) "
+                    "are counted from here on"
+                )
+        known.rewards = rewards
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints, and restore it if the run is resumed.
