@@ -52,7 +52,7 @@ from minirl.rollout import records
 from minirl.rollout.pacing import Goal, GroupState
 from minirl.rollout.sampler import Group, Sampler, StepRollout
 from minirl.run import results
-from minirl.run.evaluation import NUM_SHOWN, eval_sampling, score
+from minirl.run.evaluation import NUM_SHOWN, eval_sampling, score, telling_progress
 from minirl.run.inputs import Inputs, choose_dtype
 from minirl.run.trainer import BaseTrainer
 from minirl.train.policy import Metrics
@@ -789,10 +789,11 @@ class Generators(BaseTrainer):
         prompts = self.inputs.held_out
         engine = self.generation.engine
         before = engine.take_counts()
-        with self.timer.phase("evaluate"):
+        num_prompts = len(prompts.rows)
+        with self.timer.phase("evaluate"), telling_progress(self.sampler, num_prompts):
             trajectories = self.sampler.collect(
                 prompts,
-                range(len(prompts.rows)),
+                range(num_prompts),
                 self.cfg.eval.samples,
                 eval_sampling(self.cfg, self.sampling.stop_token_ids),
                 version=news.version,

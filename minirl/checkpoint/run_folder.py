@@ -77,6 +77,7 @@ EVALUATIONS = (
 # Settings of the answers that a step trains on.
 ANSWERS = (
     *REWARDS,
+    "engine.max_model_len",
     "rollout.samples_per_prompt",
     "rollout.max_tokens",
     "rollout.temperature",
