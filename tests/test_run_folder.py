@@ -897,6 +897,18 @@ def test_what_is_known_of_other_rewards_is_forgotten(name, value, stay):
     assert (progress.reward_stats == [3.0, 1.0, 2.0]) == (progress.outcomes == "of rows") == stay
 
 
+@pytest.mark.parametrize(
+    ("newest", "expected"), [("{", True), ('{"critic": {}}', True), ('{"step": 2}', False)]
+)
+def test_the_newest_checkpoint_that_can_be_read_says_whether_it_has_a_critic(
+    tmp_path, newest, expected
+):
+    for step, text in ((1, '{"critic": {}}'), (2, newest)):
+        (tmp_path / f"checkpoints/step-{step}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-{step}/progress.json").write_text(text)
+    assert inputs._has_critic(tmp_path) == expected
+
+
 def test_a_critic_of_the_checkpoint_may_be_trained_again(tmp_path):
     cfg = changed(begun(tmp_path, RLConfig), "algo.advantage", "gae")
     assert run_folder.compare_settings(cfg, has_critic=True) == ["algo.advantage 'grpo' -> 'gae'"]

@@ -197,10 +197,11 @@ def head_of(cls: type) -> str:
 def forget_best(cfg: TrainingConfig) -> None:
     """Let no checkpoint be the best of a resumed run, if another setting decided the scores."""
     best = Path(cfg.output) / "checkpoints/best.json"
-    if not best.exists():
+    config = Path(cfg.output) / "config.yaml"
+    if not (best.exists() and config.exists()):
         return
     patterns = EVALUATIONS if isinstance(cfg, RLConfig) else ("algo.*",)
-    before = _chosen(load_config(type(cfg), str(Path(cfg.output) / "config.yaml")), patterns)
+    before = _chosen(load_config(type(cfg), str(config)), patterns)
     changed = [name for name, value in _chosen(cfg, patterns).items() if before.get(name) != value]
     if changed:
         best.unlink()

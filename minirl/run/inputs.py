@@ -30,7 +30,7 @@ from minirl.base.log import say
 from minirl.base.oversight import Oversight
 from minirl.base.reading import is_file
 from minirl.checkpoint import run_folder
-from minirl.checkpoint.finding import finished
+from minirl.checkpoint.finding import Unreadable, finished
 from minirl.checkpoint.state import read_description
 from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
@@ -387,12 +387,18 @@ def check_output(cfg: TrainingConfig, mesh: World) -> None:
             run_folder.require_free(output)
             changed = []
             if cfg.resume:
-                newest = list(finished(output).values())[-1:]
-                has_critic = any("critic" in read_description(path) for path in newest)
-                changed = run_folder.compare_settings(cfg, has_critic=has_critic)
+                changed = run_folder.compare_settings(cfg, has_critic=_has_critic(output))
             if changed:
                 say(f"resuming with other settings than before: {', '.join(changed)}")
     check_shared(output, "output", mesh)
+
+
+def _has_critic(run: Path) -> bool:
+    """Return whether the newest checkpoint of a run that can be read has a critic."""
+    for checkpoint in reversed(finished(run).values()):
+        with contextlib.suppress(Unreadable):
+            return "critic" in read_description(checkpoint)
+    return False
 
 
 def check_steps_left(cfg: TrainingConfig, num_steps: int) -> None:
