@@ -413,7 +413,7 @@ ENVS = {
     "temperature": ("a", Result(observation="b", sampling={"temperature": 0}), "may set max_tok"),
     "a reward of nan": ("a", Result(reward=float("nan")), "finite reward"),
     "a reward of a text": ("a", Result(reward="1"), "finite reward"),  # type: ignore[arg-type]
-    "an info of a text": ("a", Result(info={"a": "b"}), "finite numbers"),  # type: ignore[dict-item]
+    "an info of a text": ("a", Result(info={"a": "b"}), "a = 'b', not a Result"),  # type: ignore[dict-item]
     "no reply": ("a", Result(), "it is not done and said None"),
     "tokens in the reply": ("a", Result(observation=[10**6]), "is no token"),
     "a surrogate in the reply": ("a", Result(observation="\ud800"), "surrogate"),

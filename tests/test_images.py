@@ -35,8 +35,9 @@ from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig
 from minirl.config.supervised import ChatsConfig, LabelledConfig, PairsConfig
 from minirl.data import chat
+from minirl.data.chat import parts_of
 from minirl.data.examples import MISMATCHED, Labelled, to_examples
-from minirl.data.formats import open_examples
+from minirl.data.formats import open_examples, with_images
 from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.prompts import open_prompts
 from minirl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -270,6 +271,22 @@ def test_tokens_of_a_chat_are_the_processors(folder):
         )
     with pytest.raises(UserError, match="reads none"):
         Conversation(tokenizer).continue_with_messages(messages)
+
+
+def test_images_without_places_are_the_first_messages_or_the_lasts():
+    """Those of a row, and those that an environment shows with a chat that it has rewritten."""
+    url = tiny.picture(30, 40)
+    chat = [{"role": role, "content": role} for role in ("user", "assistant", "user", "tool")]
+    for last, place in ((False, 0), (True, 2)):
+        shown = attach(chat, [url], last=last)
+        has_image = [any(part["type"] == "image" for part in parts_of(m)) for m in shown]
+        assert has_image == [i == place for i in range(4)]
+
+
+def test_images_in_two_columns_are_refused():
+    row = {"prompt": "a", "image": tiny.picture(30, 40), "images": [tiny.picture(30, 40)]}
+    with pytest.raises(UserError, match="a row has images in images and in image; keep one"):
+        with_images("a", row, "rows", DataConfig())
 
 
 def test_a_message_without_a_text_gets_its_image_alone():

@@ -843,6 +843,8 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
         (["--gpus", "3", "--parallel.tensor", "3"], "divide num_attention_heads = 32"),
         (["--parallel.experts", "2"], "does not divide the 0 experts of the policy"),
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
+        (["--gpus", "1000000"], "--gpus 1000000 must be at most 100000"),
+        (["--lengths", "/no/such"], "--lengths is read by --overlap; give that, too"),
         (["--gpus-per-node", "0"], "--gpus-per-node 0 must be at least 1"),
         (["--tflops", "nan"], "--tflops nan must be a number from 0 on"),
         (["--memory-gb", "-5"], "--memory-gb -5.0 must be a number from 0 on"),

@@ -636,6 +636,15 @@ def folder(tmp_path_factory):
     return folder
 
 
+def test_held_out_pairs_that_are_lost_are_said_once(folder, tmp_path):
+    pairs = [{"prompt": "say", "chosen": str(n), "rejected": "no" * n} for n in (2, 40, 50)]
+    held_out = written(tmp_path / "held_out.jsonl", pairs)
+    more = ["--data.eval", held_out, "--num-steps", 2, "--eval.every", 1]
+    ended = fork("minirl.dpo", flags(folder, tmp_path / "run", *more), tmp_path / "log")
+    said = "step 0: of 3 held-out rows, up to data.max_tokens = 48: pairs_too_long 2, pairs_equal 0"
+    assert ended.code == 0 and ended.err.count(said) == 1 and ended.err.count("of 3") == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 @pytest.mark.parametrize("module", ["minirl.rm", "minirl.dpo"])
 def test_resumed_run_is_the_uninterrupted_run(folder, tmp_path, module):

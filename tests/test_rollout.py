@@ -332,8 +332,14 @@ def what_engine_reads(engine, vision):
     joins = isinstance(vision, GemmaVision)
     others = list(vision.joined.values()) + [vision.newlines] if joins else [9]
     out = []
-    for before, between, behind in itertools.product([5, *others], repeat=3):
-        ids = [5, 6, before, 5, before, vision.place, between, vision.place, 7, behind, behind, 6]
+    prompts = [
+        [5, 6, before, 5, before, vision.place, between, vision.place, 7, behind, behind, 6]
+        for before, between, behind in itertools.product([5, *others], repeat=3)
+    ]
+    if joins:  # A text that begins with newlines follows an image.
+        others.append(vision.newline)
+        prompts += [[5, vision.place, behind, 5, vision.place, behind, 6] for behind in others]
+    for ids in prompts:
         whole = vision.expand(ids, [url, url])
         assert vision.unexpanded(whole.tokens, whole.spans) == ids
         with mock.patch.object(core, "add_request", requests.append):

@@ -903,6 +903,7 @@ def test_what_is_known_of_other_rewards_is_forgotten(name, value, stay):
 def test_the_newest_checkpoint_that_can_be_read_says_whether_it_has_a_critic(
     tmp_path, newest, expected
 ):
+    (tmp_path / "config.yaml").write_text("")
     for step, text in ((1, '{"critic": {}}'), (2, newest)):
         (tmp_path / f"checkpoints/step-{step}").mkdir(parents=True)
         (tmp_path / f"checkpoints/step-{step}/progress.json").write_text(text)

@@ -26,6 +26,7 @@ from minirl.config.rl import RefitConfig
 from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
 from minirl.data.tokenizer import load_tokenizer, stop_token_ids
+from minirl.endpoint import forms
 from minirl.endpoint.server import Endpoint
 from minirl.engine.engine import RolloutEngine, Sampling
 from minirl.engine.loop import EngineLoop
@@ -457,6 +458,23 @@ def test_anthropic():
         assert [num for _, num in w.said()] == [4, 2, len(CALL) + 5, len(CALL) + 5]
 
     play(program, "yes! no", "long", CALL, CALL, "two", "two")
+
+
+def test_images_of_anthropics_tools_are_images_of_a_chat():
+    data = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    blocks = [
+        {"type": "text", "text": "the screen"},
+        {"type": "image", "source": data},
+        {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": blocks}
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
+    (message,) = forms.from_anthropic(body)["messages"]
+    assert message["role"] == "tool" and message["content"] == [
+        blocks[0],
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+    ]
 
 
 MALFORMED = [

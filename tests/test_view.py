@@ -230,6 +230,21 @@ def test_a_wrong_query_is_refused():
         parse_query({"page": "../etc"})
 
 
+def test_a_query_for_a_flag_that_is_none_is_refused(run):
+    with pytest.raises(UserError, match="flags = zzz: give some of step, group, "):
+        groups_of(run, flags="zzz")
+
+
+def test_damaged_files_of_a_run_are_named(run, tmp_path):
+    copy = tmp_path / "damaged"
+    shutil.copytree(run, copy)
+    (copy / "summary.json").write_text('{"state": "fin')
+    assert Run(copy).describe()["state"] == "unknown"
+    (copy / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
+    with pytest.raises(UserError, match="metrics.jsonl has a line that is no JSON"):
+        read_lines(copy / "metrics.jsonl")
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path} is not the folder of a run" in capsys.readouterr().err

@@ -185,6 +185,10 @@ def with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -
         UserError: an image cannot be read, or images and places for them do not match.
     """
     row_images = row.get(cfg.images_key)
+    require(
+        not row_images or cfg.images_key == "image" or row.get("image") is None,
+        f"a row has images in {cfg.images_key} and in image; keep one of them",
+    )
     if not row_images and row.get("image") is not None:
         row_images = [row["image"]]
     if not row_images:

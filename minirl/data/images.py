@@ -60,8 +60,8 @@ def to_url(image: object) -> str:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES // 2**20} MiB")
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have, too
             raise BadImage(
-                f"image {image[:200]!r} cannot be read ({error}); give a path, bytes, a PIL image "
-                "or a data URL"
+                f"image {os.path.abspath(image)[:200]!r} cannot be read ({error}); give a path, "
+                "bytes, a PIL image or a data URL"
             ) from error
         image = content
     if isinstance(image, bytes):
@@ -154,12 +154,13 @@ def _open(url: str) -> Iterator[Image.Image]:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
 
 
-def attach(messages: Messages, images: Iterable[object]) -> Messages:
+def attach(messages: Messages, images: Iterable[object], *, last: bool = False) -> Messages:
     """Return the chat with these images in their places.
 
     An image's place is a part {"type": "image"} of a message's content that has no image yet. If
-    there is none, the images come before the text of the user's first message (of the last message,
-    if none is the user's). OpenAI's `image_url` becomes such a part, too.
+    there is none, the images come before the text of the user's first message, or with `last` of
+    the user's last (of the last message, if none is the user's). OpenAI's `image_url` becomes such
+    a part, too.
 
     Raises:
         BadImage: there are more or fewer images than places, or one cannot be read.
@@ -168,7 +169,8 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
     num_places = sum(map(_is_place, itertools.chain(*map(parts_of, messages))))
     if urls and not num_places:
         roles = [message["role"] for message in messages]
-        place = roles.index("user") if "user" in roles else -1
+        of_user = [i for i, role in enumerate(roles) if role == "user"] or [-1]
+        place = of_user[-1 if last else 0]
         message = messages[place]
         content = message["content"]
         parts = parts_of(message) or ([{"type": "text", "text": content}] if content else [])

@@ -282,6 +282,7 @@ class GemmaVision(Vision):
         _check_window(where, config.mm_tokens_per_image, config.text_config)
         vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
         one, two, three, four = (vocabulary["\n" * n] for n in (1, 2, 3, 4))
+        self.newline = one
         # Two tokens -> the one that is both, in the order in which the engine joins them.
         self.joined = {(one, two): three, (two, one): three, (two, two): four}
         self.newlines = two
@@ -325,6 +326,22 @@ class GemmaVision(Vision):
             if (tokens[i], tokens[i + 1]) == pair and (is_before or is_after):
                 tokens[i : i + 2] = [both]
                 sources[i : i + 2] = [-1]
+
+    def split_behind_images(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens with three newlines behind an image as its two and the text's one.
+
+        And of each the number of the token that it was.
+        """
+        both = self.joined[(self.newlines, self.newline)]
+        split: list[int] = []
+        origins: list[int] = []
+        for i, token in enumerate(tokens):
+            parts = [token]
+            if token == both and i > 0 and tokens[i - 1] == self.end:
+                parts = [self.newlines, self.newline]
+            split += parts
+            origins += [i] * len(parts)
+        return split, origins
 
     def unexpanded(self, tokens: list[int], spans: Sequence[ImageSpan]) -> list[int]:
         """Return the tokens with one token for each image, as the engine takes them.

@@ -173,17 +173,29 @@ def _from_anthropic_message(message: JSONObject) -> list[JSONObject]:
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             tool_calls.append({"id": block["id"], "function": function})
         elif block["type"] == "tool_result":
-            reply = {"tool_call_id": block["tool_use_id"], "content": block.get("content")}
+            content = block.get("content")
+            if isinstance(content, list):
+                content = [_from_anthropic_part(part) for part in content]
+            reply = {"tool_call_id": block["tool_use_id"], "content": content}
             messages.append({"role": "tool", **reply})
-        elif block["type"] == "image":
-            source = block["source"]
-            url = f"data:{source['media_type']};base64,{source['data']}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
         else:
-            parts.append(block)
+            parts.append(_from_anthropic_part(block))
     if parts or tool_calls:
         messages.append({"role": message["role"], "content": parts, "tool_calls": tool_calls})
     return messages
+
+
+def _from_anthropic_part(block: JSONObject) -> JSONObject:
+    """Return a block of a text or an image as a part of a chat's message."""
+    if block["type"] != "image":
+        return block
+    source = block["source"]
+    url = (
+        source["url"]
+        if source["type"] == "url"
+        else (f"data:{source['media_type']};base64,{source['data']}")
+    )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def anthropic_body(response: PendingResponse) -> JSONObject:

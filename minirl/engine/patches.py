@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,12 @@ def patch_transformers_base() -> None:
 
 
 def patch_newlines(vision: GemmaVision) -> None:
-    """Let vLLM join the newlines next to an image, and no others.
+    """Let vLLM join the newlines next to an image, and no others, and find its images again.
 
     It joins all neighbouring ones in a prompt with images, as the tokenizer would have. But the
-    policy may have sampled two tokens, and continues after those.
+    policy may have sampled two tokens, and continues after those. And of three newlines that are
+    one token it takes the first for the text's and the others for the image's, also behind an
+    image, where the first two are the image's.
     """
     from vllm.model_executor.models import gemma3_mm
 
@@ -85,6 +88,17 @@ def patch_newlines(vision: GemmaVision) -> None:
         return out
 
     gemma3_mm.replace_token_matches = join_beside_images
+    processor = gemma3_mm.Gemma3MultiModalProcessor
+    find = processor._find_mm_placeholders
+
+    def find_placeholders(self: Any, tokens: list[int], updates: Any) -> dict[str, list[Any]]:
+        split, origins = vision.split_behind_images(tokens)
+        return {
+            modality: [replace(place, start_idx=origins[place.start_idx]) for place in places]
+            for modality, places in find(self, split, updates).items()
+        }
+
+    processor._find_mm_placeholders = find_placeholders
 
 
 def remove_sockets() -> None:

@@ -87,11 +87,11 @@ class Env:
 
         `row["rendered_prompt"]` is the row's own prompt as the policy would read it.
         """
-        raise NotImplementedError
+        raise NotImplementedError("the class has no reset(self, row); write it")
 
     def step(self, state: State) -> Result | Awaitable[Result]:
         """Return the reply to an answer."""
-        raise NotImplementedError
+        raise NotImplementedError("the class has no step(self, state); write it")
 
     async def close(self) -> None:
         """Release what the episode holds, after its end or if it was made only as a check."""
@@ -149,4 +149,4 @@ class Agent(Env):
         With `graded` the reward functions also score the last answer: that of the chat which had
         its first answer last. With chats side by side this depends on their times.
         """
-        raise NotImplementedError
+        raise NotImplementedError("the class has no run(self, row, session); write it")

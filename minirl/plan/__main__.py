@@ -42,6 +42,7 @@ MODELS = {
 
 # A setting by its name, and a value to try.
 Change = tuple[str, Any]
+MOST_GPUS = 100_000
 MOST_CHANGES = 3
 MOST_ADVICE = 5
 SIZES = (1, 2, 4, 8)  # Of tensor parallelism.
@@ -123,6 +124,8 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
         host_memory_gib=flags.host_memory_gb * 1e9 / GIB,
     )
     require(flags.gpus >= 1, f"--gpus {flags.gpus} must be at least 1")
+    require(flags.gpus <= MOST_GPUS, f"--gpus {flags.gpus} must be at most {MOST_GPUS}")
+    require(flags.overlap or not flags.lengths, "--lengths is read by --overlap; give that, too")
     program = PROGRAMS[flags.program or guess_program(flags.config)]
     cfg = parse_flags(program, [*(["--config", flags.config] if flags.config else []), *rest])
     validate.resolve_dtypes(cfg, "bfloat16")

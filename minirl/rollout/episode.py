@@ -317,14 +317,14 @@ class EpisodeRunner:
 
     def _apply_result(self, e: Episode, result: Result) -> None:
         """Add the environment's reward and numbers for the last completion."""
-        if not isinstance(result, Result) or not all(
-            isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
-            for value in (result.reward, *result.info.values())
-        ):
-            raise EnvFailed(
-                f"it returned {result!r}, not a Result with a finite reward and finite numbers "
-                "in info"
-            )
+        if not isinstance(result, Result):
+            raise EnvFailed(f"it returned {result!r}, not a Result")
+        for name, value in [("reward", result.reward), *result.info.items()]:
+            if not (isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)):
+                raise EnvFailed(
+                    f"it returned {name} = {value!r}, not a Result with a finite reward and finite "
+                    "numbers in info"
+                )
         e.rewards.append(float(result.reward))
         if e.segment:
             e.segment.add_reward(float(result.reward))
@@ -351,7 +351,7 @@ class EpisodeRunner:
         if messages is not None:
             _check_messages(messages)
             if result.images or any(map(parts_of, messages)):
-                messages = attach(messages, result.images)
+                messages = attach(messages, result.images, last=result.messages is not None)
             e.messages = history + messages
             if not e.turn:
                 e.num_prompt_messages = len(e.messages)

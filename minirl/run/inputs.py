@@ -395,6 +395,8 @@ def check_output(cfg: TrainingConfig, mesh: World) -> None:
 
 def _has_critic(run: Path) -> bool:
     """Return whether the newest checkpoint of a run that can be read has a critic."""
+    if not is_file(run / "config.yaml"):
+        return False  # it ended before it began
     for checkpoint in reversed(finished(run).values()):
         with contextlib.suppress(Unreadable):
             return "critic" in read_description(checkpoint)

@@ -100,7 +100,8 @@ class SupervisedTrainer(BaseTrainer):
 
     def __init__(self, cfg: SupervisedConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        self.has_said_lost = False
+        self.has_said_lost = False  # Of rows to train on,
+        self.has_said_lost_held_out = False  # and of held-out ones.
         with self.timer.phase("start"):
             # 1. Find and check what the config names.
             check_settings(cfg, mesh.world_size)
@@ -165,7 +166,6 @@ class SupervisedTrainer(BaseTrainer):
         """Train from the first step of the run to the last. All ranks take each step together."""
         cfg = self.cfg
         run = self.run
-        max_tokens = cfg.data.max_tokens
         loss = self.make_loss()
         run.begin(self.task.name, self.num_steps)
         for step in range(run.first_step, self.num_steps):
@@ -179,9 +179,7 @@ class SupervisedTrainer(BaseTrainer):
                 lost = dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
                 if any(examples.num_lost) and not self.has_said_lost:  # the log counts all of them
                     self.has_said_lost = True
-                    named = ", ".join(f"{name} {num}" for name, num in lost.items())
-                    rows = f"of {cfg.batch_size} rows, up to data.max_tokens = {max_tokens}"
-                    run.log.say(f"step {step}: {rows}: {named}")
+                    self.say_lost(step, f"{cfg.batch_size} rows", lost)
             metrics: Metrics = {}
             work = None
             if examples.num_rows:
@@ -212,16 +210,26 @@ class SupervisedTrainer(BaseTrainer):
                 titled[f"{name} {when}"] = value
         run.finish(titled, sizes={})
 
+    def say_lost(self, step: int, rows: str, lost: dict[str, int]) -> None:
+        """Say how many of some rows nothing is learnt or measured of, by reason."""
+        named = ", ".join(f"{name} {num}" for name, num in lost.items())
+        limit = f"up to data.max_tokens = {self.cfg.data.max_tokens}"
+        self.run.log.say(f"step {step}: of {rows}, {limit}: {named}")
+
     def evaluate(self, step: int, name: str | None) -> None:
         """Score held-out rows. Collective. `name`: keep the scores for the summary."""
         loss = self.make_loss()
         num_rows = len(self.held_out)
         means: Metrics = {}
         num_counted = 0.0  # Tokens or pairs in the loss.
+        lost = dict.fromkeys(self.held_out.lost_names, 0)
         with self.timer.phase("evaluate"):
             for first in range(0, num_rows, ROWS_OF_PART):
                 numbers = range(first, min(first + ROWS_OF_PART, num_rows))
-                batches = self.make_batches(self.held_out.examples(numbers).here)
+                examples = self.held_out.examples(numbers)
+                for reason, num in zip(lost, examples.num_lost, strict=True):
+                    lost[reason] += num
+                batches = self.make_batches(examples.here)
                 counts = [normalize.count(batch, loss.aggregation) for batch in batches]
                 num_in_part = float(self.mesh.data_sums(torch.stack(counts).sum().cpu()).round())
                 num_counted += num_in_part
@@ -234,6 +242,9 @@ class SupervisedTrainer(BaseTrainer):
             measured = self.name_metrics(means)
             measured["perplexity"] = math.exp(min(measured["loss"], 700.0))
             scores = {name: measured[name] for name in self.task.scores if name in measured}
+        if any(lost.values()) and not self.has_said_lost_held_out:
+            self.has_said_lost_held_out = True
+            self.say_lost(step, f"{num_rows} held-out rows", lost)
         self.run.record_evaluation(step, scores, scores, name, scores)
         if self.run.has_reached_goal:
             self.run.progress.evaluations["after"] = scores

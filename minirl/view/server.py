@@ -10,6 +10,7 @@ what is served here.
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -89,7 +90,10 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """Return name, state and summary of the run."""
         summary_path = self.path / "summary.json"
-        summary = json.loads(summary_path.read_text()) if summary_path.is_file() else {}
+        summary = {}
+        if summary_path.is_file():
+            with contextlib.suppress(ValueError):  # A copy may be cut.
+                summary = json.loads(summary_path.read_text())
         state = summary.pop("state", "unknown")
         if state == "running" and not is_held(self.path / "lock"):
             state = KILLED
@@ -157,7 +161,10 @@ def read_lines(path: Path, place: str = "") -> Lines:
         file.seek(start)
         block = file.read()
     end = block.rfind(b"\n") + 1
-    rows = [json.loads(line) for line in block[:end].split(b"\n") if line.strip()]
+    try:
+        rows = [json.loads(line) for line in block[:end].split(b"\n") if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{path} has a line that is no JSON: {error}; repair it") from error
     return Lines(rows, f"{status.st_ino}:{start + end}", bool(place) and not is_same)
 
 

@@ -117,12 +117,13 @@ class Table:
         if query.search and len(groups):
             found = [self._search(query.search, step, self.seen[step]) for step in self.steps()]
             keep &= np.logical_or.reduceat(np.concatenate(found), groups["first"])
+        known = groups.dtype.names or ()
         for flag in query.flags:
+            require(flag in known, f"flags = {flag}: give some of {', '.join(known)}")
             keep &= groups[flag]
         if query.unequal:
             keep &= ~groups["equal"]
         kept = np.flatnonzero(keep)
-        known = groups.dtype.names or ()
         require(query.sort in known, f"sort = {query.sort}: give one of {', '.join(known)}")
         values = groups[query.sort][kept].astype(np.float64)
         values = values if query.ascending else -values
