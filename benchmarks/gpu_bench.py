@@ -208,7 +208,12 @@ def random_weights() -> AbstractContextManager:
 
 @torch.no_grad()
 def _fill_at_random(
-    model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
+    model: Any,
+    folder: Path,
+    device: torch.device,
+    *,
+    cpu_offload: bool = False,
+    setting: str = "policy.model",
 ) -> None:
     loading.allocate(model, device, cpu_offload=cpu_offload)
     for t in causal.tensors(model).values():
