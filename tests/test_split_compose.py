@@ -248,6 +248,9 @@ def folder(tmp_path_factory) -> Path:
         image = tiny.picture(28 + 28 * (n % 3), 56)
         images.append({"prompt": f"which {n}?", "image": image, "answer": str(n)})
     (folder / "images.jsonl").write_text("\n".join(map(json.dumps, images)))
+    # Each fills a block of keys.
+    large = [row | {"image": tiny.picture(224, 224 + 28 * n)} for n, row in enumerate(images)]
+    (folder / "large.jsonl").write_text("\n".join(map(json.dumps, large)))
     return folder
 
 
@@ -389,8 +392,8 @@ FIXED = {
 INFLIGHT = {
     "pictures": {
         "policy.model": "HERE/sees",
-        "data.train": "HERE/images.jsonl",
-        "data.max_prompt_tokens": 128,
+        "data.train": "HERE/large.jsonl",
+        "data.max_prompt_tokens": 176,
     },
     "routers that are replayed, an environment": {
         "policy.model": "HERE/mixture",

@@ -101,6 +101,17 @@ def patch_newlines(vision: GemmaVision) -> None:
     processor._find_mm_placeholders = find_placeholders
 
 
+def keep_pixels() -> None:
+    """Let the worker have the images of all prompts.
+
+    From version 0.32 on vLLM leaves out those with cached keys. But a change of weights under
+    running answers drops these keys, and the images are looked at again.
+    """
+    from vllm.v1.core.sched import output
+
+    vars(output)["strip_covered_mm_data"] = lambda images, *args, **options: images
+
+
 def remove_sockets() -> None:
     """Remove the files of the sockets by which ranks of one engine would send each other objects.
 

@@ -70,6 +70,8 @@ def start_vllm(
         patches.patch_transformers_base()
         if not engine.on_cuda:
             cpu_build.patch_cpu(engine.mesh)
+        if engine.vision:
+            patches.keep_pixels()
         if isinstance(engine.vision, GemmaVision):
             patches.patch_newlines(engine.vision)
         if engine.vision and engine.vision.sees_ahead != "never" and not engine.on_cuda:
