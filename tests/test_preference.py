@@ -358,6 +358,8 @@ def test_every_layout_gives_the_same_pair(tmp_path):
         {"prompt": "hi there", "chosen": [HI, YO], "rejected": [HI, NO]},
         {"instruction": "hi", "input": "there", "chosen": "yo!", "rejected": "go away"},
         {"input": "hi there", "chosen": "yo!", "rejected": "go away"},
+        {"messages": [HI, YO], "chosen": "yo!", "rejected": "go away"},  # of a chat to imitate
+        {"messages": [HI, YO], "chosen": [HI, YO], "rejected": [HI, NO]},
     ):  # without a prompt; OpenRLHF
         asked = HI | {"content": "hi\n\nthere"} if "instruction" in row else HI
         found = load_pairs(written(tmp_path / "a.jsonl", [row]), PairsConfig())[0]

@@ -228,6 +228,18 @@ def test_tools_come_in_several_forms(value):
     assert read_tools([], "x") is read_tools("", "x") is read_tools(None, "x") is None
 
 
+def test_what_is_null_in_a_tool_stays_unless_a_table_has_put_it_there():
+    """As pydantic writes an optional argument."""
+    unit = {"default": None, "title": "Unit"}
+    parameters = {"type": "object", "properties": {"unit": unit}}
+    tool = {"type": "function", "function": {"name": "heat", "parameters": parameters}}
+    assert read_tools([tool], "x", has_gaps=False) == [tool]
+    assert read_tools(json.dumps([tool]), "x") == [tool]
+    assert read_tools([json.dumps(tool)], "x") == [tool]
+    (without,) = read_tools([tool], "x")
+    assert without["function"]["parameters"]["properties"] == {"unit": {"title": "Unit"}}
+
+
 @pytest.mark.parametrize("value", [["search"], "search", 7, [{"description": "none"}]])
 def test_what_describes_no_tool_is_refused(tmp_path, value):
     source = written(tmp_path / "a.jsonl", [{"prompt": "a", "tools": value}])
@@ -259,6 +271,30 @@ def test_a_template_that_leaves_out_tools_or_calls_is_refused(tmp_path):
         require_shown(rows, tokenizer_of())
         with pytest.raises(UserError, match=message):
             require_shown(rows, plain)
+
+
+def test_a_template_that_leaves_out_thoughts_is_refused(tmp_path):
+    shown = make_tokenizer([])
+    shown.chat_template = shown.chat_template.replace(
+        "message.content", "(message.thinking or '') + message.content"
+    )
+    answer = {"role": "assistant", "content": "4", "thinking": "2 and 2"}
+    question = {"role": "user", "content": "2 + 2?"}
+    for cfg, row in (
+        (ChatsConfig(), {"messages": [question, answer]}),
+        (PairsConfig(), {"prompt": "2 + 2?", "chosen": [answer], "rejected": [answer]}),
+    ):
+        source = written(tmp_path / "a.jsonl", [row])
+        opened = open_examples(source, "data.train", cfg, ALONE)
+        rows, _ = read_rows(opened, ALONE, 0, mark=marks_for_template)
+        require_shown(rows, shown)
+        with pytest.raises(UserError, match=r"line 1: .* leaves out the 'thinking' of an answer"):
+            require_shown(rows, make_tokenizer([]))
+    # What was thought before a prompt is not trained.
+    source = written(tmp_path / "b.jsonl", [{"prompt": [question, answer, question]}])
+    opened = open_prompts(source, "data.train", DataConfig(), ALONE)
+    rows, _ = read_rows(opened, ALONE, 0, mark=marks_for_template)
+    require_shown(rows, make_tokenizer([]))
 
 
 def test_calls_may_be_shown_by_a_template_that_is_for_tools(tmp_path):

@@ -433,6 +433,21 @@ def test_what_a_template_refuses_is_told():
         segments_of(other, [HI, call], [1], "<|im_end|>")
 
 
+def test_a_template_that_drops_what_a_turn_says_or_calls_is_refused():
+    """gpt-oss's shows the first of several calls, Llama 3.1's no content with a call."""
+    template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}{{ '<|im_end|>\n' }}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+    (call,) = CALL["tool_calls"]
+    twice = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    and_said = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+    for answer in (twice, and_said):
+        with pytest.raises(UserError, match="message 2 of a chat without all of its content and"):
+            segments_of(template, [HI, answer], [1], "<|im_end|>")
+
+
 def test_a_stop_token_of_another_turn_ends_none():
     half = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if loop.last else '')")
     first = "<|im_start|>user\nhi there<|im_end|><|im_start|>assistant\n"
@@ -547,6 +562,13 @@ def test_columns_say_what_a_row_is(tmp_path):
     (row,) = load_chats(both_path, named)
     assert [message["content"] for message in row["messages"]] == ["1+1", "2"]
     assert load_chats(both_path, ChatsConfig(text_key="body"))[0] == {"text": "x"}
+    asked = {"question": "1+1", "completion": "2", "messages": [HI, YO]}
+    asked_path = written(tmp_path / "d.jsonl", [asked])
+    (row,) = load_chats(asked_path, ChatsConfig(prompt_key="question"))
+    assert [message["content"] for message in row["messages"]] == ["1+1", "2"]
+    # OpenAI's switch of a turn.
+    switched = written(tmp_path / "e.jsonl", [{"messages": [HI, YO | {"weight": 0}, BYE, SO]}])
+    assert load_chats(switched, ChatsConfig())[0]["trained"] == [3]
     for unnamed in (ChatsConfig(), ChatsConfig(completion_key="solution")):
         assert load_chats(both_path, unnamed)[0]["messages"] == [HI, YO]
     gym = load_chats(

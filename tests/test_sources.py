@@ -204,6 +204,8 @@ def test_csv_values_stay_the_texts_they_are(tmp_path):
         ("NA", "007"),
         ("null", "1.0"),
     ]
+    with pytest.raises(UserError, match="makes numbers, 7 of 007; name the files"):
+        rows_of(tmp_path)
 
 
 @pytest.mark.parametrize(

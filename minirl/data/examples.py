@@ -10,6 +10,7 @@ and each of the others is in another rendering.
 import bisect
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import KW_ONLY, dataclass, replace
@@ -210,15 +211,20 @@ def _render_turn(
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content if part["type"] == "text")
     has_all = "".join(content.split()) in "".join(text[start:].split())
+    called = Counter(call["function"]["name"] for call in messages[index].get("tool_calls") or [])
+    has_all &= all(text.count(name, start) >= num for name, num in called.items())
     if not is_begun and has_all and (answer := _answer_in(text, before, messages, index, show)):
         is_begun = True
         start = len(before)
         text = before + answer
     if not is_begun or not has_all:
         if not content.strip() or messages[index].get("tool_calls"):
+            fault = "otherwise than its generation prompt begins it"
+            if not has_all:
+                fault = "without all of its content and calls"
             raise UserError(
-                f"the chat template renders message {index + 1} of a chat otherwise than its "
-                "generation prompt begins it; name another by data.chat_template "
+                f"the chat template renders message {index + 1} of a chat {fault}; name another by "
+                "data.chat_template, or write the message as it wants it "
                 f"({str(messages[index])[:100]})"
             )
         # The generation prompt may end with the tag that the content begins with:

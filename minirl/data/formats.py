@@ -164,8 +164,7 @@ def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPromp
     answer = column(row, cfg.answer_key)
     if prompt is None and env_prompts:
         return NO_PROMPT, answer
-    is_chat = prompt is row.get("messages") or prompt is row.get("conversations")
-    if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
+    if _ends_by_answer(prompt, row):
         *prompt, said = prompt
         if answer is None:
             answer = "".join(map(text_of_part, parts_of(said))) or said["content"]
@@ -173,6 +172,12 @@ def find_prompt(raw: dict, cfg: DataConfig, env_prompts: bool) -> tuple[RowPromp
         raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
     refuse_chats(cfg, prompt)
     return prompt, answer
+
+
+def _ends_by_answer(prompt: Any, row: dict) -> TypeGuard[Messages]:
+    """Return whether this is a chat to imitate, of which the last turn answers the others."""
+    is_chat = prompt is row.get("messages") or prompt is row.get("conversations")
+    return is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant"
 
 
 def with_images(prompt: RowPrompt, row: dict, source: Source, cfg: RowsConfig) -> RowPrompt:
@@ -225,7 +230,7 @@ def _for_json(message: dict) -> dict:
     return plain
 
 
-def template_inputs(raw: dict, cfg: RowsConfig) -> dict:
+def template_inputs(raw: dict, source: Source, cfg: RowsConfig) -> dict:
     """Return what a chat template gets of a row beyond its messages, to be added to the row.
 
     Returns:
@@ -237,7 +242,7 @@ def template_inputs(raw: dict, cfg: RowsConfig) -> dict:
     """
     tools = raw.get(cfg.tools_key) if cfg.tools_key else None
     inputs = {
-        "tools": read_tools(tools, f"data.tools_key = {cfg.tools_key!r}"),
+        "tools": read_tools(tools, f"data.tools_key = {cfg.tools_key!r}", has_gaps=source.is_arrow),
         "chat_template_kwargs": read_template_kwargs(
             raw.get("chat_template_kwargs"), "chat_template_kwargs"
         ),
@@ -294,9 +299,10 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     if cfg.messages_key == ChatsConfig.messages_key:
         # A column that the user names counts before a chat, which nobody has named.
         names_text = cfg.text_key != ChatsConfig.text_key and isinstance(text, str)
-        names_completion = cfg.completion_key != ChatsConfig.completion_key
+        keys = (cfg.prompt_key, cfg.completion_key)
+        names_answer = keys != (ChatsConfig.prompt_key, ChatsConfig.completion_key)
         has_completion = completion is not None and prompt is not messages
-        if names_text or (names_completion and has_completion):
+        if names_text or (names_answer and has_completion):
             messages = None
     if messages is None and completion is None and isinstance(text, str):
         return {"text": text}
@@ -310,6 +316,9 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
         before = to_messages(prompt, cfg.system_prompt)
         answer = completion
     else:
+        key = cfg.completion_key
+        if messages is None and is_prompt(prompt) and key in row and completion is None:
+            raise wrong_column("data.completion_key", key, "a text or messages, not null", raw)
         wanted = (
             f"messages, or {cfg.prompt_key!r} (data.prompt_key) and {cfg.completion_key!r} "
             f"(data.completion_key) each a text or messages, or {cfg.text_key!r} (data.text_key) "
@@ -322,7 +331,12 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     whole = with_images(before + answer, row, source, cfg)
     assert not isinstance(whole, str)
     roles = [message["role"] for message in whole]
-    trained = [i for i in range(len(before), len(whole)) if roles[i] == "assistant"]
+    # OpenAI's `weight` of a turn: 0 keeps it out of the loss.
+    trained = [
+        i
+        for i in range(len(before), len(whole))
+        if roles[i] == "assistant" and whole[i].get("weight") != 0
+    ]
     require(trained, "no assistant turn follows")
     require(
         set(roles[: trained[0]]) - {"system"},
@@ -331,7 +345,7 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     return {
         "messages": whole[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
-        **template_inputs(raw, cfg),
+        **template_inputs(raw, source, cfg),
     }
 
 
@@ -405,6 +419,8 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
     prompt = column(row, cfg.prompt_key)
     if prompt is not None and not is_prompt(prompt):
         raise wrong_column("data.prompt_key", cfg.prompt_key, "a text or messages", raw, prompt)
+    if _ends_by_answer(prompt, row):
+        prompt = prompt[:-1]
     to_side = partial(_side, row=row, source=source, cfg=cfg, is_whole=prompt is None)
     chosen = to_side("data.chosen_key", cfg.chosen_key)
     rejected = to_side("data.rejected_key", cfg.rejected_key)
@@ -447,7 +463,7 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
             "turn that is not empty; its content must be a text",
         )
         pair[side] = answer
-    return pair | {"prompt": before, **template_inputs(raw, cfg)}
+    return pair | {"prompt": before, **template_inputs(raw, source, cfg)}
 
 
 def _margin(raw: dict, cfg: PairsConfig) -> float:

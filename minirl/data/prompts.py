@@ -60,7 +60,7 @@ def _to_prompt(
     if any(images) or not isinstance(prompt, str):
         prompt = formats.with_images(prompt, raw, source, cfg)
     if raw.get(cfg.tools_key) or raw.get("chat_template_kwargs"):
-        row |= formats.template_inputs(raw, cfg)
+        row |= formats.template_inputs(raw, source, cfg)
     row["prompt"] = prompt
     if answer is not None:
         row["answer"] = answer

@@ -419,6 +419,11 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> "datasets.
         splits = dict(loaded)
     else:  # a saved data set, which has no splits, or the split that was asked for
         splits = {"" if is_saved else split: loaded}
+    kinds = {loaded.builder_name for loaded in splits.values()}
+    require(
+        is_saved or kinds != {"csv"} or not path.is_dir(),
+        f"{label}: of CSV files in a folder `datasets` makes numbers, 7 of 007; name the files",
+    )
     if split is None and len(splits) == 1:
         (split,) = splits
     require(

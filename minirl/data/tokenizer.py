@@ -12,6 +12,8 @@ from minirl.base.reading import library_reads, parsed, read_text
 from minirl.config.shared import RowsConfig
 from minirl.data.chat import ASKED, Messages, render
 
+# What an assistant's message may call what was thought before its content.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # What minirl gives to the tokenizer's `apply_chat_template`, or what has a setting or column.
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 RESERVED -= {"documents"}
@@ -268,13 +270,35 @@ def require_calls_shown(
     )
 
 
-def read_tools(value: object, where: str) -> list[dict] | None:
+def require_thoughts_shown(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """Refuse a chat template that leaves out thoughts: answers would be trained without them.
+
+    Args:
+        tokenizer: the tokenizer with the template.
+        key: what they are called in a message, one of THOUGHTS.
+
+    Raises:
+        UserError: an answer with thoughts does not have them.
+    """
+    answer = {"role": "assistant", "content": "minirl answers", key: "minirl thinks"}
+    messages: Messages = [{"role": "user", "content": "minirl asks"}, answer]
+    require(
+        "minirl thinks" in render(tokenizer, messages, header=False),
+        f"the chat template of policy.model leaves out the {key!r} of an answer, which would be "
+        f"trained without it; give it another of the names {', '.join(THOUGHTS)}, remove it, or "
+        f"name a template that renders it by data.chat_template",
+    )
+
+
+def read_tools(value: object, where: str, *, has_gaps: bool = True) -> list[dict] | None:
     """Return the JSON schemas of tools as chat templates want them; None for none.
 
     Args:
         value: a list of schemas of functions in OpenAI's form, or without its `type` around them;
             each of them, or the list, may be a JSON text, as data sets often keep them.
         where: begins an error message.
+        has_gaps: whether what is None is a gap that `datasets` has filled, and is left out. In a
+            JSON text it is what the user wrote (`"default": null`).
 
     Raises:
         UserError: it is none of these.
@@ -284,7 +308,9 @@ def read_tools(value: object, where: str) -> list[dict] | None:
         return None
     found = []
     for item in tools if isinstance(tools, list) else [tools]:
-        tool = without_none(parsed(item))
+        tool = parsed(item)
+        if has_gaps and tools is value and tool is item:  # Neither of them was a text.
+            tool = without_none(tool)
         match tool:
             case {"function": {"name": str()}}:
                 found.append(tool)

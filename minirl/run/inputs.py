@@ -44,17 +44,20 @@ from minirl.config.shared import (
 )
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import check_settings, validate_warmup
+from minirl.data.chat import Messages
 from minirl.data.formats import has_calls
 from minirl.data.lengths import LengthBound, check_lengths
 from minirl.data.order import Mark, hash_of, read_rows
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import Rows, errors_at
 from minirl.data.tokenizer import (
+    THOUGHTS,
     check_template,
     check_tokens,
     forget_tokens,
     load_tokenizer,
     require_calls_shown,
+    require_thoughts_shown,
     require_tools_shown,
     stop_token_ids,
     use_template,
@@ -85,9 +88,11 @@ NO_ANSWER = 2
 MAY_BE_LONG = 4
 PROMPTLESS = 8  # The environment makes one.
 # Marks of every row, about what a chat template has to show.
+HAS_THOUGHTS = 32
 HAS_TOOLS = 64
 HAS_CALLS = 128
-MESSAGE_COLUMNS = ("messages", "prompt", "chosen", "rejected")
+TRAINED_COLUMNS = ("messages", "chosen", "rejected")
+MESSAGE_COLUMNS = (*TRAINED_COLUMNS, "prompt")
 # Patterns of a model's files that have to be the same on every machine.
 FILES_OF_MODELS = (
     "*.safetensors",
@@ -754,13 +759,24 @@ def marks_for_template(row: dict, columns: Sequence[str] = MESSAGE_COLUMNS) -> i
     marks = HAS_TOOLS if "tools" in row.get("template_inputs", {}) else 0
     for name in columns:
         messages = row.get(name)
-        if isinstance(messages, list) and has_calls(messages):
-            marks |= HAS_CALLS
+        if isinstance(messages, list):
+            marks |= HAS_CALLS if has_calls(messages) else 0
+            has_thoughts = name in TRAINED_COLUMNS and _thoughts_in(messages)
+            marks |= HAS_THOUGHTS if has_thoughts else 0
     return marks
 
 
+def _thoughts_in(messages: Messages) -> str:
+    """Return the name under which an answer has thoughts; empty: none has some."""
+    for message in messages:
+        for name in THOUGHTS:
+            if message["role"] == "assistant" and message.get(name):
+                return name
+    return ""
+
+
 def require_shown(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template that leaves out the tools, or the calls of tools, of rows.
+    """Refuse a chat template that leaves out tools, calls of tools or thoughts of rows.
 
     Args:
         rows: rows with the marks of `marks_for_template`.
@@ -778,6 +794,12 @@ def require_shown(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
         with errors_at(rows.place(number)):
             tools = rows[number].get("template_inputs", {}).get("tools")
             require_calls_shown(tokenizer, tools)
+    number = rows.first_marked(HAS_THOUGHTS)
+    if number is not None:
+        with errors_at(rows.place(number)):
+            chats = [rows[number].get(name) for name in TRAINED_COLUMNS]
+            names = [_thoughts_in(chat) for chat in chats if isinstance(chat, list)]
+            require_thoughts_shown(tokenizer, next(filter(None, names)))
 
 
 class PromptChecks:
