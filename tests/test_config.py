@@ -154,6 +154,15 @@ def test_numbers_in_yaml_s_own_spellings(tmp_path):
         ("resume: 1", r"resume = 1 should be a valid boolean"),
         ("policy: {betas: 0.9}", r"policy.betas = 0.9 should be a valid array"),
         ("policy: {betas: [0.9]}", r"policy.betas = \[0.9\] has too few values"),
+        ("policy: {betas: [0.9, 0.9, 1]}", r"policy.betas = \[0.9, 0.9, 1\] has too many values"),
+        (
+            "policy: {default_l: 1}",
+            r"unknown setting policy.default_l; known here: model, .*, max_grad_norm$",
+        ),
+        (
+            "algo: {correction: {preset: off}}",
+            r"algo.correction.preset = False should be .*; YAML reads off, .* unless they are in",
+        ),
         ("policy: {betas: [0.9, x]}", r"policy.betas = \[0.9, 'x'\] should be a valid number"),
         (
             "policy: {scratch: {phrases: [1]}}",
@@ -591,6 +600,10 @@ IMPOSSIBLE = [
     (
         {"checkpoint__best_metric": "reward", "checkpoint__every": 15},
         "checkpoint.every = 15, eval.every = 10: every checkpoint needs an evaluation",
+    ),
+    (
+        {"stop_at": {"accuracy": 90.0}},
+        "['accuracy'] is a share, of 1 at most; write 90 % as 0.9",
     ),
     (
         {"stop_at": {"acuracy": 0.9}},

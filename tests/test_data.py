@@ -375,6 +375,12 @@ def test_exact(completion, answer, value):
         ("Answer: 5 - that is all", 5.0, 1),
         ("Answer: 1/2", "1", 0),
         ("Answer: 12e5", "1", 0),
+        ("Answer: 3.0", 3.0, 1),
+        ("Answer: 72.00", "72", 1),
+        ("so 3.50", "3.5", 0.3),
+        ("Answer: \N{MINUS SIGN}5", -5, 1),
+        ("**Answer:** 72", "72", 1),
+        ("Answer: 9007199254740993", "9007199254740992", 0),
     ],
 )
 def test_final_answer(completion, answer, value):
@@ -395,6 +401,11 @@ def test_final_answer(completion, answer, value):
         # the forms in which data sets write their answers: bare LaTeX, without dollars
         ("\\boxed{\\sqrt{2}}", "\\sqrt{2}", 1),
         ("\\boxed{2\\pi}", "2\\pi", 1),
+        ("\\boxed{10^{-6}}", "1e-6", 1),
+        ("\\boxed{100000}", "1E5", 1),
+        ("\\boxed{\\frac{3}{2}}", "1 1/2", 1),
+        ("\\boxed{1}", "1 1/2", 0),
+        ("\\boxed{-1.5}", "-1 1/2", 1),
         ("\\boxed{2}", "2\\pi", 0),
         ("\\boxed{(1, 2)}", "(1,2)", 1),
         ("\\boxed{18.90}", "\\$18.90", 1),
@@ -593,6 +604,15 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
         check_rows(
             scoring.Rewards((1.0, None, name)), [{"prompt": "p", "answer": None}]
         )  # or the answer `None` would be right
+
+
+@pytest.mark.parametrize("answer", ["so 5\n#### 5", "3/4", "$5", "B", "1e-3", "+5", ".5"])
+def test_an_answer_that_is_no_number_is_refused_where_numbers_are_compared(answer):
+    rewards = scoring.Rewards((1.0, None, "final_answer"))
+    row = {"prompt": "p", "answer": answer}
+    with pytest.raises(UserError, match="compares numbers, and .*; take exact or math_verify"):
+        check_rows(rewards, [*ROWS, row])
+    check_rows(rewards, [{"prompt": "p", "answer": fine} for fine in ("1,234", "-3.50", 1e-7)])
 
 
 @pytest.mark.parametrize(

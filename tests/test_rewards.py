@@ -267,6 +267,16 @@ def test_a_function_beside_a_reward_model_is_told_apart(tmp_path):
     assert info == {"rewards": {"exact": 1.0}}
 
 
+def test_a_function_that_takes_its_arguments_in_another_order_is_refused(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def swapped(completion, prompt, row):\n    return 1.0\n"
+        "def right(text, completion, *rest, row=None):\n    return 1.0\n"
+    )
+    loading.find_reward(f"{tmp_path}/r.py:right", RewardConfig())
+    with pytest.raises(UserError, match=r"has the parameter 'completion' where .* the prompt: it"):
+        loading.find_reward(f"{tmp_path}/r.py:swapped", RewardConfig())
+
+
 @pytest.mark.parametrize("text", ["async def f", "def f"])
 def test_what_only_functions_of_trl_may_return_is_told(text, tmp_path):
     (tmp_path / "own.py").write_text(f"{text}(prompt, completion, row):\n    return None\n")

@@ -329,6 +329,11 @@ TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
         ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", 1.0),
         ("def add(a, b):\n    return a + b", 1.0),
         (
+            "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n"
+            "    print(add(int(input()), 2))",
+            1.0,
+        ),
+        (
             "```python\ndef add(a, b):\n    return 3\n```\nNo:\n```py\ndef add(a, b):\n    "
             "return a + b\n```",
             1.0,

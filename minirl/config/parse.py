@@ -36,6 +36,7 @@ CONFIG_HELP = (
 MESSAGES = {
     "missing": "has too few values",
     "dataclass_type": "must be a mapping of settings",
+    "too_long": "has too many values",
 }
 
 
@@ -280,10 +281,11 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
         if not dataclasses.is_dataclass(cls):
             break  # the rest of the place is an item of a list, or one of several types
         hints = typing.get_type_hints(cls)
-        if key not in hints:
+        known = [setting.name for setting in dataclasses.fields(cls)]
+        if key not in known:
             prefix = "".join(f"{name}." for name in names)
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"known here: {', '.join(hints)}"
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"known here: {', '.join(known)}"
             if close:
                 hint = f"did you mean {prefix}{close[0]}?"
             outer, dot, inner = str(key).partition(".")
@@ -298,4 +300,6 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
     shown = repr(values)
     if len(shown) > 300:
         shown = f"{shown[:300]}..."
+    if isinstance(values, bool):
+        problem += "; YAML reads off, on, no and yes so unless they are in quotes"
     raise UserError(f"{where}{setting} = {shown} {problem}")

@@ -414,6 +414,8 @@ def _training(
     is_scored = cfg.eval.every and every and every % cfg.eval.every == 0
     # Names with a slash are of sources, functions and environments, which are found later.
     unknown = [score for score in cfg.stop_at if score not in scores and "/" not in score]
+    shares = [score for score in cfg.stop_at if score == "accuracy" or "pass@" in score]
+    too_high = [score for score in shares if cfg.stop_at[score] > 1]
     known = f"no held-out score; use one of {', '.join(scores)}"
     rules: Rules = {
         "data.train: give a JSONL file or reasoning_gym:NAME": not cfg.data.train,
@@ -424,6 +426,7 @@ def _training(
         ),
         f"checkpoint.best_metric: it is {known}": metric not in ("", *scores),
         f"stop_at: {unknown} is {known}, or source/NAME/accuracy": unknown,
+        f"stop_at: {too_high} is a share, of 1 at most; write 90 % as 0.9": too_high,
         "stop_at, eval.every: it needs evaluations during training; set eval.every to 1 or more": (
             cfg.stop_at and not cfg.eval.every
         ),
@@ -571,6 +574,12 @@ def check_named(cfg: Any) -> None:
         require(os.path.isdir(replay), f"rollout.replay = {replay}: {why}")
     for run in _texts(settings.get("run")):
         check_run(run)
+    for output in _texts(settings.get("output")):
+        require(
+            not output.startswith("~") and "$" not in output,
+            f"output = {output}: only a shell replaces ~ and $NAME, and not in a file or in "
+            "quotes; write the whole path",
+        )
 
 
 def digests_of_named(cfg: Any) -> dict[str, str]:

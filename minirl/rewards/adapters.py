@@ -37,7 +37,8 @@ from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function
 from minirl.config.values import read_options
 from minirl.rewards import AdaptedReward, Answer
-from minirl.rewards.functions import as_latex
+from minirl.rewards.functions import text_of
+from minirl.sandbox.inside.grading import as_latex
 
 # Parameters by which a function of another library is known: its prefix -> their names.
 FOREIGN = {
@@ -91,15 +92,20 @@ def foreign_prefix(function: Callable) -> tuple[str, str]:
 
     Both are empty where no parameter has another library's name, or the signature cannot be read.
     """
-    try:
-        names = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return "", ""
+    names = parameters_of(function)
     for prefix, foreign in FOREIGN.items():
         for name in names:
             if name in foreign:
                 return prefix, name
     return "", ""
+
+
+def parameters_of(function: Callable) -> list[str]:
+    """Return the names of a function's parameters; none if its signature cannot be read."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def plain_number(value: Any) -> Any:
@@ -245,7 +251,7 @@ class TRLReward(AdaptedReward):
     def _columns(self, row: dict) -> dict:
         columns = {name: value for name, value in row.items() if name not in NOT_COLUMNS}
         if self.is_shipped and "solution" not in columns and row.get("answer") is not None:
-            columns["solution"] = as_latex(row["answer"])
+            columns["solution"] = as_latex(text_of(row["answer"]))
         return columns
 
 

@@ -6,14 +6,16 @@ reasoning-gym, or by tests of a program in the sandbox.
 
 import math
 import re
+from decimal import Decimal
 
 import numpy as np
 
 from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.sandbox import runner
 
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 # Not the beginning of an expression, such as 1/2 or 1e5: `++` gives nothing back.
-NUMBER_AFTER_ANSWER = re.compile(r"[Aa]nswer:\s*\$?(-?\d++(?:\.\d++)?)(?! ?[/*^+-] ?\d|[eE]\d)")
+NUMBER_AFTER_ANSWER = re.compile(r"[Aa]nswer:[\s*]*\$?(-?\d++(?:\.\d++)?)(?! ?[/*^+-] ?\d|[eE]\d)")
 
 
 def text_of(answer: str | float) -> str:
@@ -21,13 +23,6 @@ def text_of(answer: str | float) -> str:
     if isinstance(answer, float):
         return np.format_float_positional(answer, trim="-")
     return str(answer)
-
-
-def as_latex(answer: str | float) -> str:
-    """Return a row's answer for math-verify, which reads bare LaTeX as some number in a text."""
-    text = text_of(answer)
-    is_marked = re.search(r"(?<!\\)\$|\\boxed|\\\[|\\\(", text)
-    return text if is_marked else f"${text}$"
 
 
 def exact(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -38,13 +33,15 @@ def exact(prompt: RowPrompt, completion: str, row: dict) -> float:
 def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 for the right number after `Answer:`, 0.3 if the last number in the text is right.
 
-    A small model finds the right number before it finds the form.
+    A small model finds the right number before it finds the form. 72.0 is 72.
     """
     gold = text_of(row["answer"]).replace(",", "").strip()
-    text = completion.replace(",", "")
-    if gold in NUMBER_AFTER_ANSWER.findall(text)[-1:]:
+    if not NUMBER.fullmatch(gold):
+        return 0.0
+    text = completion.replace(",", "").replace("\N{MINUS SIGN}", "-")
+    if Decimal(gold) in map(Decimal, NUMBER_AFTER_ANSWER.findall(text)[-1:]):
         return 1.0
-    return 0.3 if gold in re.findall(r"-?\d+(?:\.\d+)?", text)[-1:] else 0.0
+    return 0.3 if Decimal(gold) in map(Decimal, NUMBER.findall(text)[-1:]) else 0.0
 
 
 def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -52,7 +49,7 @@ def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
 
     It runs in a process with limits; a completion that reaches one earns 0, as a StoppedGrade.
     """
-    return graders.pool("math_verify").grade(as_latex(row["answer"]), completion)
+    return graders.pool("math_verify").grade(text_of(row["answer"]), completion)
 
 
 def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -98,9 +95,11 @@ def why_not(name: str, row: dict) -> str:
             if not is_number and not isinstance(answer, str):
                 return (
                     f"compares with the answer, and that of a row is {str(answer)[:80]} "
-                    f"({type(answer).__name__}); make it a text or a finite number "
-                    "(data.answer_key)"
+                    f"({type(answer).__name__}); make it a text or finite number (data.answer_key)"
                 )
+            gold = text_of(answer)
+            if name == "final_answer" and gold and not final_answer("", f"Answer: {gold}", row):
+                return f"compares numbers, and a row has {gold[:50]!r}; take exact or math_verify"
         case "reasoning_gym":
             metadata = row.get("metadata")
             if isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str):

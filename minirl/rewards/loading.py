@@ -41,7 +41,7 @@ from minirl.data.prompts import Prompts
 from minirl.parallel.machines import errors_of_all, num_cores, ranks_of_node
 from minirl.parallel.mesh import World
 from minirl.rewards import AdaptedReward, Answer, RewardCall, RewardFunction, TrainerState
-from minirl.rewards.adapters import foreign_prefix
+from minirl.rewards.adapters import foreign_prefix, parameters_of
 from minirl.rewards.functions import REWARDS
 from minirl.rewards.http import RemoteReward
 from minirl.rewards.scoring import Rewards, grade
@@ -53,6 +53,7 @@ ADAPTERS = {
     "trl": "minirl.rewards.adapters:trl_reward",
     "verl": "minirl.rewards.adapters:VerlReward",
 }
+GIVEN = ("prompt", "completion", "row")  # What a function of a file is called with.
 PACKAGE = Path(minirl.__file__).parent
 START = "from minirl.rewards.loading import main; main()"
 
@@ -99,6 +100,12 @@ def find_reward(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
             f"reward.function = {name} has a parameter {parameter!r}, as functions of {prefix} "
             f"have, and would be called with (prompt, completion, row); name it {prefix}:{place}, "
             "or give its parameters other names"
+        )
+    for given, taken in zip(GIVEN, parameters_of(function), strict=False):
+        require(
+            taken == given or taken not in GIVEN,
+            f"reward.function = {name} has the parameter {taken!r} where it is called with the "
+            f"{given}: it gets ({', '.join(GIVEN)}), by place; put them in this order",
         )
     return function
 

@@ -75,10 +75,9 @@ class Rewards:
             UserError: The row has not what a function reads.
         """
         for _, function, name in self.weighted:
+            problem = why_not(name, row)
             if isinstance(function, AdaptedReward):
                 problem = function.why_not(row)
-            else:
-                problem = why_not(name, row)
             if problem:
                 raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 

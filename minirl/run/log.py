@@ -87,7 +87,8 @@ class Log:
             total = int(bar.total or 0)
             left = tqdm.format_interval(seconds * (total - step - 1))
             say(f"{bar.desc} step {step + 1}/{total}: {metrics}; {seconds:.3g} s/step, {left} left")
-        self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
+        # By `float`: a number of one's own may be NumPy's or a tensor's.
+        self.file.write(json.dumps({"phase": phase, "step": step, **values}, default=float) + "\n")
         self.file.flush()
         for name, value in values.items():
             self.board.add_scalar(f"{phase}/{name}", value, step)

@@ -274,13 +274,19 @@ def describe(answers: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _said(message: dict[str, Any]) -> str:
+    """Return the content of a message, a text, and its calls of tools."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
+    return " ".join(filter(None, [message["content"], *calls]))
+
+
 def full_text(answers: list[dict[str, Any]]) -> str:
     """Return answers to held-out prompts as a text, whole."""
     texts = []
     for entry in answers:
         prompt = entry["prompt"]
         if not isinstance(prompt, str):
-            prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+            prompt = "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
         text = f"reward {entry['reward']:.4g}\n{prompt}\n-> {entry['answer']}"
         if "last_turn" in entry:
             text += f"\nlast turn: {entry['last_turn']}"

@@ -413,7 +413,8 @@ async function drawAnswers() {
   const blocks = [...evaluations].reverse().map((evaluation) => {
     const title = `step ${evaluation.step}${evaluation.name ? ` (${evaluation.name.replace("_", " ")})` : ""}`;
     const answers = evaluation.answers.map((a) => {
-      const prompt = typeof a.prompt === "string" ? a.prompt : a.prompt.map((m) => `${m.role}: ${typeof m.content === "string" ? m.content : JSON.stringify(m.content)}`).join("\n");
+      const said = (m) => [m.content, ...(m.tool_calls || []).map((call) => JSON.stringify(call.function))].filter(Boolean).join(" ");
+      const prompt = typeof a.prompt === "string" ? a.prompt : a.prompt.map((m) => `${m.role}: ${said(m)}`).join("\n");
       return make("div", { class: "answer" }, make("strong", {}, `reward ${shortNumber(a.reward)}`), make("pre", { class: "soft" }, prompt), make("pre", {}, a.answer));
     });
     return make("section", { class: "panel" }, make("h2", {}, title), ...answers);

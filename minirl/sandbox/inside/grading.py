@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -136,13 +137,23 @@ def work(grade: Callable, trainer: Connection, settings: dict) -> None:
 # the graders
 
 
+def as_latex(text: str) -> str:
+    """Return a row's answer for math-verify, which reads bare LaTeX as some number in a text."""
+    # It would read 1e-6 as a product of e, and the 1 of 1 1/2 alone.
+    if re.fullmatch(r"\s*-?\d+(\.\d+)?[eE][+-]?\d{1,2}\s*", text):
+        text = f"{Decimal(text):f}"
+    text = re.sub(r"^\s*(-?\d+) (\d+)/(\d+)\s*$", r"\1\\frac{\2}{\3}", text)
+    is_marked = re.search(r"(?<!\\)\$|\\boxed|\\\[|\\\(", text)
+    return text if is_marked else f"${text}$"
+
+
 def make_math_verify() -> Callable[[str, str], bool]:
-    """Return math-verify's comparison of an answer, as text with LaTeX, with the completion."""
+    """Return math-verify's comparison of a row's answer, a text, with the completion."""
     import math_verify
 
     def grade(answer: str, completion: str) -> bool:
         # Its own time limits are off: they raise in places where they are taken for "not equal".
-        gold = math_verify.parse(answer, parsing_timeout=None)
+        gold = math_verify.parse(as_latex(answer), parsing_timeout=None)
         given = math_verify.parse(completion, parsing_timeout=None)
         return math_verify.verify(gold, given, timeout_seconds=None)
 

@@ -27,9 +27,10 @@ def main() -> None:
         sys.exit(1)  # It ended before the line above.
     give_up_rights = functools.partial(confine, settings["readable"], folder, limits(settings))
     # The names of main.py are those of the module `__main__` from now on: pickle, unittest and
-    # typing look for them there.
-    module = types.ModuleType("__main__")
+    # typing look for them there. Tests import it, so that what it does as a script is not run.
+    module = types.ModuleType("__main__" if settings["verdict"] is None else "main")
     sys.modules["__main__"] = module
+    sys.modules[module.__name__] = module
     scope = vars(module)
     scope |= {"__builtins__": builtins, "__file__": "main.py"}
     tests = None
