@@ -49,8 +49,6 @@ def joined(texts: Sequence[str]) -> str:
     for text in texts:
         lengths = range(1, min(len(before), len(text)) + 1)
         num_same = bisect.bisect(lengths, False, key=partial(_differ, before, text))
-        if num_same < len(before):  # it was rewritten: from the line on that differs
-            num_same = text.rfind("\n", 0, num_same) + 1
         parts.append(text[num_same:])
         before = text
     return "\n".join(parts)
