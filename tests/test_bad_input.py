@@ -254,6 +254,11 @@ def test_one_message_and_nothing_left(world, name):
             ["model = ", "'gpt2' is not supported"],
         ),
         (["--model", "{world}/gpt2"], ["data.eval = ''", "JSONL file"]),
+        (
+            ["--data.eval", "{world}/rows.jsonl", "--model", "{world}/gpt2"]
+            + ["--engine.tensor-parallel-size", "2"],
+            ["engine.tensor_parallel_size = 2: it does not divide the 1 ranks that generate"],
+        ),
     ],
 )
 def test_evaluate_tells_too(world, flags, says):

@@ -5,9 +5,11 @@ import contextlib
 import json
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,14 +31,17 @@ from minirl.envs.registry import make_env
 from minirl.model import build, loading
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import check_can_write
+from minirl.parallel.mesh import World
 from minirl.rollout import records
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.sampler import GroupScheduler
 from minirl.run import evaluation, results
 from minirl.run.evaluation import evaluate
-from minirl.run.inputs import check_output, find_model
+from minirl.run.inputs import check_output, check_replay, find_model
 from minirl.supervise.watch import Watch
+from minirl.types.packed import Trajectory
+from run_folders import save_config
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +327,22 @@ LINES = {
 }
 
 
+def test_a_replay_of_other_tokens_or_of_another_temperature_is_refused(tmp_path):
+    cfg = RLConfig()
+    cfg.rollout.replay = str(tmp_path / "rollouts")
+    (tmp_path / "rollouts").mkdir()
+    check_replay(cfg, make_tokenizer([]))  # nothing is known of them
+    dumped = make_tokenizer(["one token"]).backend_tokenizer
+    (tmp_path / "rollouts" / "tokenizer.json").write_text(dumped.to_str())
+    save_config(cfg, tmp_path / "config.yaml")
+    check_replay(cfg, make_tokenizer(["one token"]))
+    with pytest.raises(UserError, match="take a model with the same tokenizer"):
+        check_replay(cfg, make_tokenizer([]))
+    cfg.rollout.temperature = 0.5
+    with pytest.raises(UserError, match=r"temperature = 0.5: .* are of temperature 1.0; set that"):
+        check_replay(cfg, make_tokenizer(["one token"]))
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_that_is_no_trajectory(tmp_path, name):
     line = LINES[name]
@@ -505,6 +526,23 @@ def test_an_evaluation_without_answers_says_why(troubles, why):
     prompts = SimpleNamespace(rows=[1, 2, 3])
     with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):
         evaluate(sampler, prompts, EvaluateConfig().eval, None, None)  # type: ignore[arg-type]
+
+
+def test_scores_without_dropped_episodes_say_so(capsys):
+    info = {"answer_tokens": 1, "error": "", "stopped": True, "prompt": "a", "completion": "b"}
+    shown = {"source": ""}
+    t = Trajectory(
+        tokens=np.array([1, 2], np.int32),
+        sampled=np.array([False, True]),
+        logprobs=np.zeros(2, np.float32),
+        info=info | shown,
+    )
+    cfg = EvaluateConfig().eval
+    alone = SimpleNamespace(**vars(ALONE), gather_named=partial(World.gather_named, ALONE))
+    for num_prompts, said in ((1, ""), (3, "held-out scores are of 1 of 3 episodes; the others")):
+        result = evaluation.score([t], [], num_prompts, cfg, None, alone)
+        assert result["scores"]["accuracy"] == 0
+        assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

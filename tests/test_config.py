@@ -515,6 +515,18 @@ IMPOSSIBLE = [
     ({"algo__gamma": 0.0}, "algo.gamma = 0.0 should be greater than 0"),
     ({"rollout__keep_inside": (0.5, 0.5)}, "rollout.keep_inside = (0.5, 0.5): its first number"),
     (
+        {"rollout__keep_inside": (0.1, 0.9)},
+        "rollout.keep_inside = (0.1, 0.9), rollout.extra_prompts = 0: it says which prompts extra",
+    ),
+    (
+        {"debug__end_on_collapse": True, "debug__collapse_steps": 0},
+        "debug.end_on_collapse = True, debug.collapse_steps = 0: nothing is looked for",
+    ),
+    (
+        {"checkpoint__save_hf": True, "checkpoint__every": 0},
+        "checkpoint.save_hf = True, checkpoint.every = 0: there are no checkpoints",
+    ),
+    (
         {"rollout__extra_prompts": -1},
         "rollout.extra_prompts = -1 should be greater than or equal to 0",
     ),

@@ -924,6 +924,8 @@ def test_a_cache_that_is_too_small_is_a_message():
     """vLLM's own words name gpu_memory_utilization, which has no effect where the size is given."""
     error = ValueError("3 GiB are needed, which is larger than the available KV cache memory (1)")
     assert memory_remedy(error).startswith(" Here raise engine.kv_cache_gb (on CUDA if it is set)")
+    none = ValueError("No available memory for the cache blocks. Try increasing")
+    assert memory_remedy(none) == memory_remedy(error)
 
 
 def test_vllm_leaves_the_generators_as_they_are(device, monkeypatch):

@@ -53,7 +53,7 @@ def check_settings(cfg: object, world_size: int) -> None:
     elif isinstance(cfg, EvaluateConfig):
         resolve_lengths(cfg)
         validate_sampling(cfg)
-        rules: Rules = {
+        rules = _engine_rule(cfg, world_size) | {
             "model: give a folder or a hub id with --model": not cfg.model,
             "data.eval: give a JSONL file or reasoning_gym:NAME": not cfg.data.eval,
         }
@@ -128,14 +128,12 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     by_engine = cfg.sft.num_steps or rollout.ahead or rollout.dump
     by_evaluation = cfg.checkpoint.best_metric or cfg.stop_at
     generators = cfg.parallel.generators
-    rules: Rules = {
+    rules = _engine_rule(cfg, generators or world_size) | {
         "num_steps, num_epochs: both say when the run ends; set one of them to 0": cfg.num_epochs
         and cfg.num_steps not in (0, RLConfig().num_steps),
         "num_epochs, rollout.replay: a replay draws no prompts; set num_steps instead": (
             cfg.num_epochs and rollout.replay
         ),
-        f"engine.tensor_parallel_size: it does not divide the {generators or world_size} ranks "
-        "that generate": (generators or world_size) % cfg.engine.tensor_parallel_size,
         "rollout.samples_per_prompt, algo.advantage: the method compares the samples of one "
         "prompt, so it needs at least 2": compares and rollout.samples_per_prompt < 2,
         "algo.updates_per_step, rollout.prompts_per_step: the first does not divide the second": (
@@ -148,6 +146,8 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
         "rollout.keep_inside: its first number must be below its second": (
             rollout.keep_inside[0] >= rollout.keep_inside[1]
         ),
+        "rollout.keep_inside, rollout.extra_prompts: it says which prompts extra ones replace; set "
+        "the second, too": rollout.keep_inside != (0.0, 1.0) and not extra,
         "rollout.extra_prompts, rollout.samples_per_prompt: prompts are replaced if their answers "
         "earn the same; take 2 samples or more": extra and rollout.samples_per_prompt < 2,
         "rollout.extra_prompts, reward.model: prompts are chosen by rewards during generation, and "
@@ -164,6 +164,9 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
         "rollout.replay: no engine runs, so sft.num_steps, rollout.ahead, rollout.dump, "
         "checkpoint.best_metric and stop_at have no effect; unset them": (
             rollout.replay and (by_engine or by_evaluation)
+        ),
+        "debug.end_on_collapse, debug.collapse_steps: nothing is looked for; set the second": (
+            cfg.debug.end_on_collapse and not cfg.debug.collapse_steps
         ),
         "reward.overlong_tokens, env.max_tokens: the first must not be more than the second": (
             cfg.reward.overlong_tokens > cfg.env.max_tokens
@@ -343,6 +346,13 @@ def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
     _refuse(cfg, {f"{names}: it is less than the sum, {longest}; set it to 0": is_less})
 
 
+def _engine_rule(cfg: RLConfig | EvaluateConfig, num_ranks: int) -> Rules:
+    """Return the rule about the ranks of an engine, where `num_ranks` generate."""
+    names = "engine.tensor_parallel_size"
+    is_broken = num_ranks % cfg.engine.tensor_parallel_size
+    return {f"{names}: it does not divide the {num_ranks} ranks that generate": is_broken}
+
+
 def validate_warmup(cfg: RLConfig, num_steps: int) -> None:
     """Refuse a warm-up of the critic that leaves the policy none of the run's steps."""
     why = f"it leaves the policy none of the run's {num_steps} steps; lower it"
@@ -433,6 +443,9 @@ def _training(
         "checkpoint.best_metric, checkpoint.every, eval.every: every checkpoint needs an "
         "evaluation; raise eval.every from 0, or unset the first, and set checkpoint.every to a "
         "multiple of eval.every": metric and not is_scored,
+        "checkpoint.save_hf, checkpoint.every: there are no checkpoints; set the second": (
+            cfg.checkpoint.save_hf and not every
+        ),
         "log.wandb: it needs the package; `pip install wandb`": (
             cfg.log.wandb and find_spec("wandb") is None
         ),

@@ -415,8 +415,8 @@ class Chats:
         return StepExamples(here, num_rows, num_tokens, lost)
 
     def count_tokens(self, examples: list[Trajectory]) -> int:
-        """Return the tokens of examples, in the loss or not."""
-        return sum(len(t.tokens) for t in examples)
+        """Return the tokens of examples, in the loss or not, without the one after each."""
+        return sum(len(t.tokens) - self.score for t in examples)
 
     def _begin(self, numbers: range) -> Future[Encoded]:
         """Begin to encode this rank's examples of a step, unless that has been begun."""

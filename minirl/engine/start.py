@@ -172,9 +172,13 @@ def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineC
     return dataclasses.replace(cfg, max_num_seqs=num_seqs)
 
 
+# How vLLM says that the cache has no room for one sequence, or for one block.
+_CACHE_TOO_SMALL = ("available KV cache memory", "No available memory for the cache blocks")
+
+
 def memory_remedy(error: Exception) -> str:
     """Return what to do about memory that vLLM misses, as the end of a message; else nothing."""
-    if "available KV cache memory" in str(error):
+    if any(text in str(error) for text in _CACHE_TOO_SMALL):
         return (
             " Here raise engine.kv_cache_gb (on CUDA if it is set), or lower engine.max_model_len"
         )

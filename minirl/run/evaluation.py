@@ -120,20 +120,24 @@ def score(
     """
     # Tokens of a grammar are outside the loss; they are still an answer.
     num_answers = sum(t.info["answer_tokens"] > 0 and not t.info["error"] for t in trajectories)
-    by_rank = mesh.gather((num_answers, reasons))
-    found = itertools.chain.from_iterable(reasons for _, reasons in by_rank)
+    episodes = [t for t in trajectories if t.segment == 0]
+    by_rank = mesh.gather((num_answers, reasons, len(episodes)))
+    found = itertools.chain.from_iterable(reasons for _, reasons, _ in by_rank)
     why = next(found, "")
     if why and mesh.rank == 0:
         say(f"held-out episodes failed or were refused a request, the first: {why}")
-    if not any(num for num, _ in by_rank):
+    if not any(num for num, _, _ in by_rank):
         cure = "fix env.name" if why else "give the prompts more room by engine.max_model_len"
         raise UserError(
             f"none of the {num_prompts} held-out prompts got an answer to evaluate: "
             f"{why or 'the policy sampled no token in any'}; {cure}"
         )
+    num_scored = sum(num for _, _, num in by_rank)
+    num_asked = num_prompts * cfg.samples
+    if num_scored < num_asked and mesh.rank == 0:
+        say(f"held-out scores are of {num_scored} of {num_asked} episodes; the others were dropped")
     if reward_model:
         reward_model.grade(trajectories)
-    episodes = [t for t in trajectories if t.segment == 0]
 
     # 1. The means over the answers to each prompt, and whether one of them is correct.
     values = []

@@ -28,7 +28,7 @@ from minirl.base.files import (
 )
 from minirl.base.log import say
 from minirl.base.oversight import Oversight
-from minirl.base.reading import is_file
+from minirl.base.reading import is_file, read_text
 from minirl.checkpoint import run_folder
 from minirl.checkpoint.finding import Unreadable, finished
 from minirl.checkpoint.state import read_description
@@ -44,6 +44,7 @@ from minirl.config.shared import (
 )
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import check_settings, validate_warmup
+from minirl.config.values import parse_yaml
 from minirl.data.chat import Messages
 from minirl.data.formats import has_calls
 from minirl.data.lengths import LengthBound, check_lengths
@@ -78,7 +79,7 @@ from minirl.parallel.machines import (
 from minirl.parallel.mesh import World
 from minirl.rewards.loading import make_rewards, try_rewards
 from minirl.rewards.scoring import Rewards
-from minirl.rollout import records
+from minirl.rollout import index, records
 from minirl.run import user_algorithms
 from minirl.run.metrics import Progress
 
@@ -163,6 +164,8 @@ class Inputs:
 
             # 3. Models.
             files = find_model(cfg, mesh)
+            if cfg.rollout.replay:
+                check_replay(cfg, files.tokenizer)
             require(
                 not files.vision or cfg.rollout.kv == "recompute",
                 f"rollout.kv = keep: policy.model = {cfg.policy.model} reads images, and of a "
@@ -277,6 +280,36 @@ def find_rl_models(cfg: RLConfig, policy: ModelFiles, num_trainers: int) -> dict
     # Trainers are the first ranks.
     checks.check_experts(configs, cfg.parallel, min(ranks_of_node(), num_trainers))
     return folders
+
+
+def check_replay(cfg: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse dumped rollouts with other tokens, or log-probs at another temperature.
+
+    Args:
+        cfg: the config of the run.
+        tokenizer: the policy's.
+
+    Raises:
+        UserError: the run that wrote them had another tokenizer or temperature.
+    """
+    folder = Path(cfg.rollout.replay)
+    dumped = folder / index.TOKENIZER
+    if is_file(dumped):
+        of_library = type(tokenizer.backend_tokenizer)
+        require(
+            of_library.from_file(str(dumped)).get_vocab() == tokenizer.get_vocab(),
+            f"rollout.replay = {folder}: its tokens are not those of policy.model = "
+            f"{cfg.policy.model}; take a model with the same tokenizer",
+        )
+    config = folder.parent / "config.yaml"
+    if not is_file(config):
+        return
+    match parse_yaml(read_text(config, "rollout.replay:"), str(config)):
+        case {"rollout": {"temperature": temperature}} if temperature != cfg.rollout.temperature:
+            raise UserError(
+                f"rollout.temperature = {cfg.rollout.temperature}: the log-probs in rollout.replay "
+                f"= {folder} are of temperature {temperature}; set that"
+            )
 
 
 def num_rl_steps(cfg: RLConfig, num_prompts: int) -> int:
