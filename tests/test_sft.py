@@ -7,6 +7,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -972,6 +973,31 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
     assert (folder / "model.safetensors").read_bytes() != (
         output / "model" / "model.safetensors"
     ).read_bytes()
+
+
+def resume_beside(mesh, given, partial):
+    """Resume beside what an earlier save has left; return whether it is there as it trains."""
+    partial.mkdir()
+    seen = []
+    make_batches = SupervisedTrainer.make_batches
+
+    def look(trainer, examples):
+        seen.append(partial.exists())
+        return make_batches(trainer, examples)
+
+    with mock.patch.object(SupervisedTrainer, "make_batches", look):
+        train(mesh, [*given, "--resume"])
+    return seen
+
+
+def test_a_resume_frees_the_disk_of_what_was_half_written(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama")
+    source = written(tmp_path / "a.jsonl", conversations(30))
+    given = flags(folder, source, tmp_path / "run", "--checkpoint.every", 2)
+    ranks(1, train, [*given, "--num-steps", "2"])
+    more = [*given, "--num-steps", "3"]
+    (seen,) = ranks(1, resume_beside, more, tmp_path / "run/checkpoints/step-9.partial")
+    assert seen and not any(seen)
 
 
 def test_a_resumed_run_says_that_its_file_has_other_rows(tmp_path, capfd):

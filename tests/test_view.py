@@ -328,9 +328,37 @@ def test_rows_are_read_as_they_come(tmp_path):
     assert [row["step"] for row in read_lines(path, second.place).rows] == [3]
     (tmp_path / "new").write_text('{"step": 0}\n')
     (tmp_path / "new").replace(path)  # as a resumed run drops rows
+    inode = path.stat().st_ino
     again = read_lines(path, second.place)
     assert again.is_new and [row["step"] for row in again.rows] == [0]
     assert read_lines(path, "7:99999").rows == again.rows
+    # The file system may give the number of a file that is gone to another one.
+    path.write_text('{"step": 5}\n{"step": 6}\n')
+    assert path.stat().st_ino == inode
+    assert [row["step"] for row in read_lines(path, again.place).rows] == [5, 6]
+
+
+def test_a_table_is_read_again_after_a_poll_while_a_resumed_run_drops_steps(tmp_path, monkeypatch):
+    folder = dumped.make_run(tmp_path / "run", num_steps=4) / "rollouts"
+    table = Table(folder)
+    table.refresh()
+    assert table.steps() == [0, 1, 2, 3]
+    read_step = trajectories._read_step
+
+    def read_too_late(parts):
+        records.drop_steps(folder, 1)
+        return read_step(parts)
+
+    changed = index.part_of(folder, 1, 0)
+    changed.lines.replace(folder / "other")  # its table is written again
+    (folder / "other").replace(changed.lines)
+    os.utime(changed.lines, ns=(1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(trajectories, "_read_step", read_too_late)
+        table.refresh()
+    assert table.steps() == [0, 1, 2, 3]
+    table.refresh()
+    assert table.steps() == [0] and set(table.rows["step"].tolist()) == {0}
 
 
 def test_a_run_that_was_killed_does_not_run(run, tmp_path):

@@ -155,6 +155,16 @@ def drop_references(run: Path, step: int) -> None:
             remove(path)
 
 
+def drop_partial(folder: Path) -> None:
+    """Delete what was left half written of checkpoints or references. It may have filled the disk.
+
+    Args:
+        folder: their folder, in which nothing is being written.
+    """
+    for path in folder.glob("step-*.partial"):
+        remove(path)
+
+
 def drop_later_references(run: Path, step: int) -> None:
     """Delete references of later steps, before a run resumes at `step`: it takes its own."""
     for n, path in finished(run, "references").items():

@@ -33,6 +33,7 @@ from minirl.base.log import say
 from minirl.checkpoint.exporting import copy_model, write_files_of_rank
 from minirl.checkpoint.finding import (
     Unreadable,
+    drop_partial,
     finished,
     read_best,
     sizes_of_rank,
@@ -209,8 +210,7 @@ class Saver(contextlib.AbstractContextManager):
         for step, path in steps.items():
             if step not in kept:
                 path.rename(path.with_name(f"{path.name}.old.partial"))  # removed below
-        for path in self.run.glob("checkpoints/step-*.partial"):
-            remove(path)
+        drop_partial(self.run / "checkpoints")
 
     def score(self, step: int, scores: dict[str, float]) -> None:
         """Take held-out scores of the weights after `step` steps.

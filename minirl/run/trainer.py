@@ -76,6 +76,8 @@ class TrainingRun:
         wandb: Wandb | None = None
         if mesh.rank == 0:
             run_folder.hold(self.output)
+            finding.drop_partial(self.output / "checkpoints")
+            finding.drop_partial(self.output / "references")
             if cfg.log.wandb:  # First, because it may be refused.
                 wandb = Wandb(cfg.log, self.output, dataclasses.asdict(cfg))
             # Write the config; drop what the run will write again.

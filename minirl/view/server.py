@@ -15,10 +15,10 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pydantic_core
@@ -60,6 +60,7 @@ SCRIPTS = ("vendor/uPlot.iife.min.js", "charts.js", "trajectories.js", "view.js"
 LICENSE = "vendor/LICENSE"
 TYPES = {".css": "text/css", ".js": "text/javascript"}
 MOST_GROUPS = 100  # Of a run in a file, if no share is asked for.
+CHECKED = 4096  # Bytes before a place by which a file is known again: more than a line of metrics.
 
 
 # --------------------------------------------------------------------------------------------------
@@ -154,18 +155,27 @@ def read_lines(path: Path, place: str = "") -> Lines:
     except FileNotFoundError:
         return Lines([], "", bool(place))
     with file:
-        status = os.fstat(file.fileno())
-        number, _, offset = place.partition(":")
-        is_same = number == str(status.st_ino) and int(offset) <= status.st_size
+        # It is the same file if it has the same bytes before the place. The number of an inode does
+        # not tell: it is given again when a file is replaced twice.
+        offset, _, checksum = place.partition(":")
+        is_same = bool(place) and checksum == str(_checksum_before(file, int(offset)))
         start = int(offset) if is_same else 0
         file.seek(start)
         block = file.read()
-    end = block.rfind(b"\n") + 1
+        end = block.rfind(b"\n") + 1
+        next_place = f"{start + end}:{_checksum_before(file, start + end)}"
     try:
         rows = [json.loads(line) for line in block[:end].split(b"\n") if line.strip()]
     except ValueError as error:
         raise UserError(f"{path} has a line that is no JSON: {error}; repair it") from error
-    return Lines(rows, f"{status.st_ino}:{start + end}", bool(place) and not is_same)
+    return Lines(rows, next_place, bool(place) and not is_same)
+
+
+def _checksum_before(file: BinaryIO, place: int) -> int:
+    """Return a checksum of the last bytes before a place."""
+    start = max(0, place - CHECKED)
+    file.seek(start)
+    return zlib.crc32(file.read(place - start))
 
 
 def is_held(path: Path) -> bool:

@@ -4,6 +4,7 @@ The table is made of those next to the dumped trajectories (rollout/index.py): 1
 are about 10 MB, and no file of trajectories is read but for a search in their texts.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -84,31 +85,31 @@ class Table:
     def refresh(self) -> None:
         """Read what has changed since the last call.
 
-        Files appear by a rename, which changes the folder, so that its time tells of any.
+        Files appear by a rename, which changes the folder, so that its time tells of any. A resumed
+        run removes those of later steps: what was read stays until all of them are gone.
         """
-        with self.lock:
+        with self.lock, contextlib.suppress(FileNotFoundError):
             self._refresh()
 
     def _refresh(self) -> None:
         time = self.folder.stat().st_mtime_ns if self.folder.exists() else 0
         if time == self.time:
             return
-        self.time = time
         parts: dict[int, list[index.Part]] = {}
         for part in index.parts(self.folder):
             parts.setdefault(part.step, []).append(part)
         marks = {step: tuple(map(_mark, found)) for step, found in parts.items()}
-        if marks == self.seen:
-            return
-        for step in self.seen.keys() - marks.keys():
-            del self.by_step[step]
-        for step, mark in marks.items():
-            if self.seen.get(step) != mark:
-                self.by_step[step] = _read_step(parts[step])
-        self.seen = marks
-        in_order = [self.by_step[step] for step in self.steps()]
-        self.rows = np.concatenate([np.zeros(0, ROW), *in_order])
-        self.groups = _group(self.rows)
+        if marks != self.seen:
+            by_step = {}
+            for step, mark in marks.items():
+                is_read = self.seen.get(step) == mark
+                by_step[step] = self.by_step[step] if is_read else _read_step(parts[step])
+            in_order = [by_step[step] for step in sorted(by_step)]
+            self.rows = np.concatenate([np.zeros(0, ROW), *in_order])
+            self.groups = _group(self.rows)
+            self.by_step = by_step
+            self.seen = marks
+        self.time = time
 
     def select(self, query: Query) -> np.ndarray:
         """Return the groups that a query asks for, GROUP [N], those of all pages, in its order."""
