@@ -15,11 +15,12 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import forkserver
+from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -28,6 +29,25 @@ from typing import Any
 import torch
 
 PRELOAD = ["tests.preload"]  # found in the folder where pytest runs
+
+
+poll = popen_forkserver.Popen.poll
+polling = threading.Lock()
+
+
+def poll_alone(self, flag: int = os.WNOHANG) -> int | None:
+    """Ask how a fork has ended, one thread at a time.
+
+    Each start of a process asks of all others, those of other threads, too. Of two that read one's
+    exit code at once, the second would find nothing, and note 255 in its place.
+    """
+    if flag != os.WNOHANG and self.returncode is None:
+        wait([self.sentinel])
+    with polling:
+        return poll(self, flag)
+
+
+popen_forkserver.Popen.poll = poll_alone
 
 
 class RankFailed(Exception):

@@ -275,9 +275,9 @@ def describe(answers: list[dict[str, Any]]) -> str:
 
 
 def _said(message: dict[str, Any]) -> str:
-    """Return the content of a message, a text, and its calls of tools."""
+    """Return the content of a message, and its calls of tools."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
-    return " ".join(filter(None, [message["content"], *calls]))
+    return " ".join(str(part) for part in (message["content"], *calls) if part)
 
 
 def full_text(answers: list[dict[str, Any]]) -> str:
