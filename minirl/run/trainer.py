@@ -188,15 +188,15 @@ class TrainingRun:
         printed = ", ".join(f"{score} {scores[score]:.4g}" for score in shown)
         self.log.say(f"step {step}: held-out {printed}")
         goal = self.cfg.stop_at
-        for metric in goal:  # The first evaluation tells, which may be before a warm start.
-            missing = f"an evaluation has no score {metric!r}; it has {', '.join(scores)}"
-            require(metric in scores, f"stop_at = {goal}: {missing}")
-        if goal and not self.has_reached_goal and 0 <= step < self.num_steps:
+        # Before a warm start (step -1) only the names are looked at.
+        if goal and not self.has_reached_goal and step < self.num_steps:
             reached = []
             for metric, value in goal.items():
+                missing = f"an evaluation has no score {metric!r}; it has {', '.join(scores)}"
+                require(metric in scores, f"stop_at = {goal}: {missing}")
                 sign = -1 if metric in LOWER_IS_BETTER else 1
                 reached.append(sign * scores[metric] >= sign * value)
-            if all(reached):
+            if step >= 0 and all(reached):
                 self.has_reached_goal = True
                 asked = ", ".join(f"{metric} {value:g}" for metric, value in goal.items())
                 self.log.say(f"step {step}: stop_at = {asked} is reached, training ends here")
