@@ -24,7 +24,7 @@ from minirl.config.shared import EvaluateConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.supervise.cli import reach_this_machine
 from nodes import Job, Node
-from programs import BEHIND_A_PROXY, QUICKSTART, ROOT, Ended, torchrun
+from programs import BEHIND_A_PROXY, QUICKSTART, ROOT, WORDS, Ended, fork, rows_of, torchrun
 
 CLASSES = (
     RLConfig,
@@ -352,6 +352,16 @@ def test_a_trainer_of_a_file_is_refused_ranks_that_only_generate(monkeypatch):
     (refused, _), taken = joined
     assert "parallel.generators = 1: only `-m minirl.rl`" in str(refused)
     assert taken == (None, "minirl.split:main")
+
+
+def test_a_program_of_two_ranks_may_train_two_times(tmp_path):
+    """The end of the first run's engines leaves the groups of ranks as they are."""
+    flags = ["--config", QUICKSTART, "--num-steps", 2, "--sft.num-steps", 0, "--eval.every", 0]
+    flags += ["--data.train", WORDS, "--data.held-out", 4, "--output", tmp_path]
+    ended = fork("trains_twice", flags, tmp_path / "log", world=2)
+    assert ended.code == 0, ended.err
+    first, second = (rows_of(tmp_path / name, "rl") for name in ("first", "second"))
+    assert len(first) == 2 and first == second
 
 
 FAILING_TEST = """

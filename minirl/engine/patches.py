@@ -101,6 +101,16 @@ def patch_newlines(vision: GemmaVision) -> None:
     processor._find_mm_placeholders = find_placeholders
 
 
+def keep_groups() -> None:
+    """Leave torch's process group as it is when an engine ends.
+
+    vLLM would end it, with all groups of all ranks. But a program may train once more.
+    """
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_distributed_environment = lambda: None
+
+
 def keep_pixels() -> None:
     """Let the worker have the images of all prompts.
 

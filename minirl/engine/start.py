@@ -68,6 +68,7 @@ def start_vllm(
         compat.check_version()
         compat.check_family(folder)
         patches.patch_transformers_base()
+        patches.keep_groups()
         if not engine.on_cuda:
             cpu_build.patch_cpu(engine.mesh)
         if engine.vision:
