@@ -198,6 +198,15 @@ def test_biases_move_by_the_sign_of_the_load_once_a_step(tmp_path, family):
             assert not torch.equal(biases[number + 1][name], biases[number][name])
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_biases_of_frozen_routers_stay(tmp_path, family):
+    folder = tiny.make(tmp_path / "model", family)
+    router = RouterConfig(bias_update_rate=0.01)
+    settings = {"dtype": "float32", "router": router, "freeze": ("*gate.weight",)}
+    ((_, biases, *_),) = ranks(1, counted, folder, settings)
+    assert biases[0] and all(torch.equal(biases[0][name], biases[1][name]) for name in biases[0])
+
+
 def test_nothing_moves_where_all_is_off(tmp_path):
     folder = tiny.make(tmp_path / "model", "glm4_moe")
     settings = {"dtype": "float32", "activation_checkpointing": "off"}

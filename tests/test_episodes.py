@@ -307,6 +307,13 @@ class Viewer(Agent):
         return Result(reward=1.0)
 
 
+def length_of_the_last(prompt, completion, row):
+    """Of what a `Caller` heard last, after all of the chat."""
+    read = row["rendered_prompt"]
+    assert prompt in read and read.endswith("<|user|>and?<|end|><|assistant|>")
+    return len(completion)
+
+
 def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=None, **engine):
     """Return (policy, engine, refit, sampler, prompts, sampling).
 
@@ -350,7 +357,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
     sampler = Sampler(
         eng,
         EnvMaker(make, make()),
-        Rewards((0.01, lambda prompt, completion, row: len(completion), "length")),
+        Rewards((0.01, length_of_the_last, "length")),
         prompts,
         cfg,
         open_endpoint,

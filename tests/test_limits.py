@@ -445,7 +445,7 @@ def scoring(score, **options):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         with pytest.raises(
-            UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free one"
+            UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free port"
         ):
             serve(encode, score, ServeConfig(command="serve", model="x", port=port))
     held, port = hold_port("127.0.0.1")
@@ -574,6 +574,8 @@ def test_the_reward_server_has_a_key_and_limits(monkeypatch, capsys):
             sock.sendall(head(session, 100_000, "/get_reward") + b"[" * 100_000)
             assert answer(sock)[0] == 400
         assert httpx.get(url).status_code == 405
-    monkeypatch.setenv("REWARD_KEY", " ")
-    with pytest.raises(UserError, match="reward.api_key_env = REWARD_KEY: .* not set or empty"):
-        RemoteReward(url, RewardConfig(api_key_env="REWARD_KEY"))
+    refused = {" ": "not set or empty", "ключ": "that no key has", "one\ntwo": "that no key has"}
+    for wrong, why in refused.items():
+        monkeypatch.setenv("REWARD_KEY", wrong)
+        with pytest.raises(UserError, match=f"reward.api_key_env = REWARD_KEY: .*{why}"):
+            RemoteReward(url, RewardConfig(api_key_env="REWARD_KEY"))

@@ -168,14 +168,22 @@ def test_an_endpoint_that_is_down_or_slow_is_named(endpoint, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["nonsense", "{}", "[1.0]", '{"rewards": 1.0}', '{"rewards": [1.0, 2.0]}', '{"rewards": []}'],
+    [
+        "nonsense",
+        "{}",
+        "[1.0]",
+        '{"rewards": 1.0}',
+        '{"rewards": [1.0, 2.0]}',
+        '{"rewards": []}',
+        '{"rewards": [1' + "0" * 400 + "]}",
+    ],
 )
 def test_an_answer_that_is_not_the_protocol_is_shown(endpoint, text):
     server = endpoint(lambda body: (200, text))
     with pytest.raises(UserError) as error:
         made(server.url)(ROW, "")
     assert (
-        f"{server.url} answered {text!r} to 1 queries; it must answer" in str(error.value)
+        f"{server.url} answered {text[:200]!r} to 1 queries; it must answer" in str(error.value)
         and len(server.bodies) == 1
     )
 

@@ -507,6 +507,10 @@ MALFORMED = [
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
             {"tool_choice": "required"},
             {"chat_template_kwargs": {"tokenize": True}},
+            {"structured_outputs": {"choice": ["yes", "no"]}},
+            {"guided_regex": "a+"},
+            {"continue_final_message": True},
+            {"stop_token_ids": [3]},
         )
     ),
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}',

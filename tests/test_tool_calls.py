@@ -2,13 +2,16 @@
 that show no tools, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
 
 from minirl.base.errors import UserError
+from minirl.config.shared import EndpointConfig
 from minirl.data import chat, harmony
 from minirl.endpoint import tool_calls
+from minirl.endpoint.server import Endpoint
 from minirl.endpoint.tool_calls import make_reader
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import read_answer
@@ -80,6 +83,14 @@ def test_parsers_by_name():
         make_reader(tokenizer, [TOOL], "auto", "llama3_json")
 
 
+def test_an_endpoint_looks_its_parser_up_before_it_serves():
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = TEMPLATE
+    prompts = SimpleNamespace(tokenizer=tokenizer, vision=None)
+    with pytest.raises(UserError, match="endpoint.tool_parser = hermse: vLLM has no parser"):
+        Endpoint(SimpleNamespace(), prompts, EndpointConfig(tool_parser="hermse"))
+
+
 def test_a_template_that_shows_no_tools_is_refused():
     async def program(w):
         w.engine.tokenizer.chat_template = TEMPLATE.replace("tools", "others")
@@ -136,6 +147,8 @@ def test_demands_become_guides():
             tools=[{"name": "add", "input_schema": SCHEMA}],
             tool_choice={"type": "any"},
         )
+        bare = {"type": "function", "function": {"name": "now"}}
+        await w.ask(messages=HI, tools=[bare], tool_choice="required")
         guides = [request.guide for request in w.engine.requests]
         formats = [json.loads(guide.text)["format"] for guide in guides[:2]]
         assert formats[0]["json_schema"] == SCHEMA
@@ -143,9 +156,11 @@ def test_demands_become_guides():
         for guide in (guides[2], guides[3], guides[5]):
             assert "add" in guide.text
         assert guides[4] is None
+        # Without a schema a tool has no parameters, and not any value in their place.
+        assert '{"type": "object", "properties": {}}' in guides[6].text
         assert w.endpoint.session(w.session.api_key).metrics()["unguided"] == 1.0
 
-    play(program, *["x"] * 6)
+    play(program, *["x"] * 7)
 
 
 def test_a_held_answer_is_streamed_at_its_end():
@@ -343,8 +358,12 @@ def test_responses():
         assert [item.type for item in third.output] == ["function_call", "function_call"]
         cut = await create(model="any", input="hi", max_output_tokens=2)
         assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        sure = await create(model="any", input="hi", include=["message.output_text.logprobs"])
+        said = sure.output[0].content[0].logprobs
+        assert [each.token for each in said] == ["o", "k", "<|end|>"]
+        assert [each.logprob for each in said] == w.engine.requests[-1].done.logprobs
 
-    play(program, CALL, "It is 2", TWICE, "long")
+    play(program, CALL, "It is 2", TWICE, "long", "ok")
 
 
 def test_what_responses_cannot_do_is_refused():
@@ -355,6 +374,7 @@ def test_what_responses_cannot_do_is_refused():
             ({"input": [{"type": "item_reference", "id": "x"}]}, "item of type 'item_reference'"),
             ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file'"),
             ({"input": None}, "malformed request"),
+            ({"tool_choice": {"type": "allowed_tools"}}, "type 'allowed_tools'; give auto"),
         ):
             with pytest.raises(openai.BadRequestError, match=why):
                 await w.gpt.responses.create(**{"model": "any", "input": "hi"} | wrong)

@@ -136,11 +136,16 @@ def key_of_environment(setting: str, name: str) -> str:
     Keys are no settings, because settings are printed, logged and saved.
 
     Raises:
-        UserError: the variable is not set or empty.
+        UserError: the variable is not set or empty, or no header of a request can have the key.
     """
     key = os.environ.get(name, "").strip() if name else ""
     require(
         key or not name,
         f"{setting} = {name}: this environment variable is not set or empty; put the key into it",
+    )
+    require(
+        key.isascii() and key.isprintable(),
+        f"{setting} = {name}: the key in this environment variable has characters that no key has "
+        "(line breaks, or letters that are not ASCII's); put the key alone into it",
     )
     return key

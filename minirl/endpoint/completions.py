@@ -91,6 +91,15 @@ class CompletionRequest(BaseModel):
     suffix: Literal[""] | None = None
     functions: None = None
     function_call: None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
+    # vLLM's own names of formats; `response_format` is taken.
+    structured_outputs: None = None
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
 
     def num_top_logprobs(self) -> int:
         """Return how many of the likeliest tokens to show in the place of each sampled one."""
@@ -118,6 +127,12 @@ class CompletionRequest(BaseModel):
                 have.
             KeyError, TypeError, ValueError: the request is malformed.
         """
+        if isinstance(self.tool_choice, dict):
+            kind = self.tool_choice["type"]
+            require(
+                kind == "function",
+                f"tool_choice has the type {kind!r}; give auto, none, required or a function",
+            )
         if self.tools and self.tool_choice != "none":
             return make_reader(tokenizer, self.tools, self.tool_choice or "auto", parser)
         require(

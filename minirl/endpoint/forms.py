@@ -275,14 +275,17 @@ def from_responses(body: JSONObject) -> JSONObject:
         names = ("name", "description", "parameters")
         tools.append(_function_tool(**{name: tool.get(name) for name in names}))
     choice = body.get("tool_choice")
-    if isinstance(choice, dict):
-        choice = {"type": choice["type"], "function": {"name": choice["name"]}}
+    if isinstance(choice, dict) and choice["type"] == "function":
+        choice = {"type": "function", "function": {"name": choice["name"]}}
     wanted = (body.get("text") or {}).get("format")
     if wanted and wanted["type"] == "json_schema":
         wanted = {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
+    included = body.get("include") or ()
     return {
         "messages": messages,
         "max_tokens": body.get("max_output_tokens"),
+        "logprobs": "message.output_text.logprobs" in included,
+        "top_logprobs": body.get("top_logprobs"),
         "stream": body.get("stream"),
         "tools": tools or None,
         "tool_choice": choice,
@@ -331,8 +334,8 @@ def _to_chat_content(content: str | list[JSONObject]) -> str | list[JSONObject]:
     return parts
 
 
-def _text_part(text: str) -> JSONObject:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: list) -> JSONObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _items(response: PendingResponse) -> list[JSONObject]:
@@ -341,7 +344,9 @@ def _items(response: PendingResponse) -> list[JSONObject]:
     items: list[JSONObject] = []
     if choice.text or not choice.tool_calls:
         item = {"id": f"msg_{response.name}", "type": "message", "role": "assistant"}
-        items.append(item | {"status": "completed", "content": [_text_part(choice.text)]})
+        logprobs = _logprobs(choice)["content"] if choice.request.logprobs else []
+        content = [_text_part(choice.text, logprobs)]
+        items.append(item | {"status": "completed", "content": content})
     for call in choice.calls_to_send():
         item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
         items.append(item | call["function"] | {"status": "completed"})
@@ -393,12 +398,13 @@ async def responses_events(response: PendingResponse) -> AsyncIterator[JSONObjec
         if part.is_first:
             item |= {"status": "in_progress", "content": []}
             yield event("output_item.added", output_index=0, item=item)
-            yield event("content_part.added", **place, part=_text_part(""))
+            yield event("content_part.added", **place, part=_text_part("", []))
         yield event("output_text.delta", **place, delta=part.text, logprobs=[])
     for index, item in enumerate(_items(response)):
         if item["type"] == "message":
             (said,) = item["content"]
-            yield event("output_text.done", **place, text=said["text"], logprobs=[])
+            logprobs = said["logprobs"]
+            yield event("output_text.done", **place, text=said["text"], logprobs=logprobs)
             yield event("content_part.done", **place, part=said)
         else:
             begun = item | {"arguments": "", "status": "in_progress"}

@@ -86,11 +86,11 @@ def require_loopback(request: Request) -> None:
         raise BadRequest(f"this server is at {' or '.join(LOOPBACK)}, not at {host!r:.100}", 403)
 
 
-async def read_json(request: Request, limits: LimitsConfig) -> Any:
-    """Return the body of a request. Check its key first.
+async def read_json(request: Request, limits: LimitsConfig) -> dict[str, Any]:
+    """Return the body of a request, a JSON object. Check its key first.
 
     Raises:
-        BadRequest: the body is too large, or it is not JSON.
+        BadRequest: the body is too large, or it is no JSON object.
     """
     most = limits.body_mb * 2**20
     body = bytearray()
@@ -103,9 +103,12 @@ async def read_json(request: Request, limits: LimitsConfig) -> Any:
     if max(num_bytes, len(body)) > most:
         raise BadRequest(f"the body has more than limits.body_mb = {limits.body_mb:g} MB", 413)
     try:
-        return json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
+    if not isinstance(fields, dict):
+        raise BadRequest("malformed request: the body is no JSON object")
+    return fields
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -137,7 +140,8 @@ def bind(host: str, port: int, section: str = "") -> socket.socket:
         return listening
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"{section}host = {host}, {section}port = {port}: {error}; choose a free one"
+            f"{section}host = {host}, {section}port = {port}: {error}; choose a free port, or "
+            "another host"
         ) from error
 
 

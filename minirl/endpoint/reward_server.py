@@ -54,8 +54,7 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
             raise http.BadRequest("web pages may not ask without a key; set api_key_env", 403)
         if not key and cfg.host in http.LOOPBACK:
             http.require_loopback(request)
-        body = await http.read_json(request, cfg.limits)
-        texts = body.get("query") if isinstance(body, dict) else None
+        texts = (await http.read_json(request, cfg.limits)).get("query")
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise http.BadRequest('malformed request: give {"query": [text, ...]}')
         require(

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from minirl.base.errors import UserError, require
 from minirl.config.shared import EndpointConfig
+from minirl.data import harmony
 from minirl.data.prompts import Prompts
 from minirl.endpoint.completions import (
     JSONObject,
@@ -28,7 +29,7 @@ from minirl.endpoint.completions import (
 )
 from minirl.endpoint.forms import COMPLETIONS, FORMS, MODEL, from_anthropic
 from minirl.endpoint.http import MESSAGES, BadRequest, api_key, bind, make_server, read_json
-from minirl.endpoint.tool_calls import preload
+from minirl.endpoint.tool_calls import make_parser, preload
 from minirl.engine.engine import Sampling
 from minirl.engine.loop import EngineLoop
 from minirl.envs import Session
@@ -52,9 +53,11 @@ class Endpoint:
             cfg: the address, and what a client may ask for.
 
         Raises:
-            UserError: the address is not free.
+            UserError: the address is not free, or vLLM has no such parser of tools.
         """
         preload()  # Now, and not while a request waits.
+        if cfg.tool_parser not in ("auto", harmony.NAME):
+            make_parser(cfg.tool_parser, prompts.tokenizer, [])
         self.engine_loop = engine_loop
         engine_loop.has_endpoint = True
         self.prompts = prompts

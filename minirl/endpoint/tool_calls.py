@@ -39,6 +39,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _QUESTION = "minirl asks"
 
 
@@ -71,7 +72,7 @@ class ToolReader:
             content = harmony.visible_text(text)
             found = [(each.function, each.body) for each in harmony.parse(text) if each.function]
         else:
-            parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
+            parser = make_parser(self.parser, self.tokenizer, self.request.tools)
             said = parser.extract_tool_calls(text, self.request)
             content = said.content or ""
             found = [(call.function.name, call.function.arguments) for call in said.tool_calls]
@@ -96,7 +97,7 @@ class ToolReader:
         """
         if self.parser == harmony.NAME:
             return None
-        parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
+        parser = make_parser(self.parser, self.tokenizer, self.request.tools)
         tag = parser.get_structural_tag(self.request, **compat.tag_options())
         return tag_guide(tag.model_dump(mode="json")) if tag else None
 
@@ -132,8 +133,11 @@ def make_reader(
         raise UserError(f"the tools cannot be called: {problem}") from error
     except compat.client_errors() as error:
         raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
+    for tool in request.tools or ():
+        # Without a schema it has no parameters, and a grammar would let any value be its arguments.
+        tool.function.parameters = tool.function.parameters or _NO_PARAMETERS
     if parser != harmony.NAME:
-        _make_parser(parser, tokenizer, request.tools)
+        make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
 
 
@@ -199,7 +203,7 @@ def takes_calls_as_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bo
     return True
 
 
-def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> Any:
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> Any:
     """Return vLLM's parser. Raises UserError if there is none, or the tokenizer is of others."""
     from vllm.tool_parsers import ToolParserManager
 

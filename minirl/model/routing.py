@@ -148,6 +148,7 @@ class Routing:
                     routers.append(router)
                     self._biased.append(router if hasattr(router, BIAS) else block)
         assert routers, "a mixture has routers"
+        self._routers = routers
         self.cfg = cfg.router
         self.replays = False
         self.top_k = families.experts_of_token(config.get_text_config())
@@ -334,14 +335,19 @@ class Routing:
 
     @torch.no_grad()
     def move_bias(self) -> None:
-        """Move the biases of routers towards balance, by the counts of the step that ended."""
+        """Move the biases of routers towards balance, by the counts of the step that ended.
+
+        Those of frozen routers stay.
+        """
         rate = self.cfg.bias_update_rate
         if not rate:
             return
         assert self._loads is not None, "finish was not called"
-        for module, loads in zip(self._biased, self._loads, strict=True):
-            bias = module.e_score_correction_bias
-            bias.add_(torch.sign(loads.mean() - loads).to(bias), alpha=rate)
+        rows = zip(self._routers, self._biased, self._loads, strict=True)
+        for router, module, loads in rows:
+            if any(p.requires_grad for p in router.parameters()):
+                bias = module.e_score_correction_bias
+                bias.add_(torch.sign(loads.mean() - loads).to(bias), alpha=rate)
 
 
 def gemma4_route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

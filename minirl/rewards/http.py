@@ -116,10 +116,11 @@ class RemoteReward:
                     f"bytes to {len(sent)} queries, {text[:80]!r}...; it must answer "
                     '{"rewards": [one number for each]}',
                 )
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                unlike = (ValueError, KeyError, TypeError, RecursionError, OverflowError)
+                with contextlib.suppress(*unlike):
                     rewards = json.loads(content)["rewards"]
                     if len(rewards) == len(sent) and all(type(r) in (int, float) for r in rewards):
-                        return list(rewards)
+                        return [float(reward) for reward in rewards]
                 raise UserError(
                     f"reward.function = {self.name}: {url} answered {text!r} "
                     f'to {len(sent)} queries; it must answer {{"rewards": [one number for each]}}'

@@ -10,7 +10,7 @@ A reward function is any `(prompt, completion, row) -> float`, in any file:
 
 or a registered one (functions.py), an HTTP endpoint (http.py), a function written for OpenRLHF, TRL
 or verl (`openrlhf:file.py`, `trl:file.py:function`, `verl:file.py:function`), or several of them.
-`row["rendered_prompt"]` is the prompt as the policy reads it.
+`row["rendered_prompt"]` is all that the policy read before this completion.
 """
 
 import copy

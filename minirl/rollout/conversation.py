@@ -40,6 +40,7 @@ class Segment:
     """One token-exact sequence of prompts and completions. The lists are parallel."""
 
     text: str = ""  # Of all tokens, with the special ones.
+    prompt: str = ""  # Of all tokens before the last completion.
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 where nothing was sampled.
@@ -76,6 +77,7 @@ class Segment:
             that is also text, as `</code>`, is part of the content and stays.
         """
         text = decode_after(tokenizer, self.tokens, completion.tokens)
+        self.prompt = self.text
         self.text += text
         self.tokens += completion.tokens
         self.answer_tokens = completion.tokens

@@ -63,7 +63,7 @@ class Episode:
     turn: int = 0  # Number of completions so far.
     answer: str = ""  # The last completion as a text, without special tokens.
     answer_tokens: list[int] = field(default_factory=list)
-    stopped: bool = False  # The last completion ended with a stop token.
+    last: Segment = field(default_factory=Segment)  # The one with the last completion.
     truncated: bool = False
     rewards: list[float] = field(default_factory=list)  # What the environment gave.
     error: str = ""
@@ -179,7 +179,8 @@ class EpisodeRunner:
         if e.is_dropped or e.error or not e.env.graded:
             return None
         call = RewardCall(tokens=e.answer_tokens, messages=e.said)
-        answer = Answer(row=e.row, completion=e.answer, call=call)
+        row = {**e.row, "rendered_prompt": e.last.prompt} if e.last.prompt else e.row
+        answer = Answer(row=row, completion=e.answer, call=call)
         self.rewards.score_alone(answer)
         return answer
 
@@ -216,7 +217,7 @@ class EpisodeRunner:
                 "row": columns,
                 "completion": e.answer,
                 "source": e.row.get("data_source"),
-                "stopped": e.stopped and not e.truncated,
+                "stopped": e.last.stopped and not e.truncated,
                 "answer_tokens": e.conversation.num_sampled() + e.conversation.num_guided(),
                 "error": e.error,
                 "refusal": e.refusal,
@@ -262,9 +263,9 @@ class EpisodeRunner:
             completion = await self.engine_loop.generate_for_episode(request)
             e.request = None
             text = e.segment.append_completion(completion, tokenizer)
+            e.last = e.segment
             e.answer = read_answer(tokenizer, completion.tokens)
             e.answer_tokens = completion.tokens
-            e.stopped = completion.stopped
             if e.messages:
                 message = to_message(tokenizer, text)
                 e.said = [*e.messages[e.num_prompt_messages :], {**message, "content": e.answer}]
@@ -277,7 +278,7 @@ class EpisodeRunner:
             state = State(
                 row=e.row,
                 answer=e.answer,
-                stopped=e.stopped,
+                stopped=completion.stopped,
                 turn=e.turn - 1,
                 messages=copy.deepcopy(e.messages),  # the environment may change them
                 tokens=completion.tokens,
@@ -387,13 +388,10 @@ class EpisodeRunner:
                 e.refusal = state.refusals[-1]
             segments = e.conversation.segments
             e.turn = sum(segment.num_completions for segment in segments)
-            e.stopped = True
-            if segments:
-                last = segments[-1]
-                e.stopped = last.stopped
-                e.said = last.messages
-                e.answer_tokens = last.answer_tokens
-                e.answer = last.answer
+            e.last = segments[-1] if segments else Segment(stopped=True)
+            e.said = e.last.messages
+            e.answer_tokens = e.last.answer_tokens
+            e.answer = e.last.answer
 
     async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.
