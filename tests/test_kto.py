@@ -290,6 +290,13 @@ def test_every_layout_gives_the_same_row(tmp_path):
     named = LabelledConfig(label_key="good")
     row = {"prompt": "hi there", "completion": "yo!", "good": False}
     assert load(written(tmp_path / "b.jsonl", [row]), named) == [wanted | {"label": False}]
+    # An answer that only calls a tool.
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (row,) = load(
+        written(tmp_path / "c.jsonl", [{"messages": [HI, calls], "label": 1}]), LabelledConfig()
+    )
+    assert row["trained"] == [1] and row["messages"][1]["tool_calls"]
     generated = load("reasoning_gym:spell_backward?size=40&seed=1", LabelledConfig())
     right = [
         row["messages"][0]["content"].split()[-1][::-1] == row["messages"][1]["content"]
@@ -317,6 +324,18 @@ def test_every_layout_gives_the_same_row(tmp_path):
         ),
         ({"text": "a", "label": True}, "a plain text has no answer to judge"),
         ({"prompt": "a", "completion": " ", "label": True}, "must be a text that is not empty"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                    {"role": "user", "content": "c"},
+                    {"role": "assistant", "content": "d", "weight": 0},
+                ],
+                "label": True,
+            },
+            "the last assistant turn has the weight 0",
+        ),
         (
             {"prompt": "a", "label": True},
             "data.messages_key = 'messages' must name messages, or",

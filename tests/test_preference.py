@@ -433,6 +433,10 @@ def test_every_layout_gives_the_same_pair(tmp_path):
         ),
         ({"chosen": [HI, YO], "rejected": [HI]}, "line 2: the rejected side must answer"),
         (
+            {"chosen": [HI, YO], "rejected": [HI, {**YO, "content": "b", "weight": 0}]},
+            "line 2: rejected: the last assistant turn has the weight 0",
+        ),
+        (
             {"prompt": [HI], "chosen": [{"role": "assistant", "content": ""}], "rejected": [NO]},
             "line 2: the chosen side must answer .* not empty",
         ),

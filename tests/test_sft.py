@@ -570,6 +570,10 @@ def test_columns_say_what_a_row_is(tmp_path):
     # OpenAI's switch of a turn.
     switched = written(tmp_path / "e.jsonl", [{"messages": [HI, YO | {"weight": 0}, BYE, SO]}])
     assert load_chats(switched, ChatsConfig())[0]["trained"] == [3]
+    first = written(tmp_path / "f.jsonl", [{"messages": [HI, YO, BYE, SO | {"weight": 0}]}])
+    assert load_chats(first, ChatsConfig())[0]["trained"] == [1]
+    with pytest.raises(UserError, match="line 1: the last assistant turn has the weight 0"):
+        load_chats(first, ChatsConfig(train_on="last_turn"))
     for unnamed in (ChatsConfig(), ChatsConfig(completion_key="solution")):
         assert load_chats(both_path, unnamed)[0]["messages"] == [HI, YO]
     gym = load_chats(
@@ -593,6 +597,12 @@ def test_columns_say_what_a_row_is(tmp_path):
         (["a"], "line 2: a row must be an object of named values, not a list"),
         ({"messages": [HI, BYE]}, "line 2: no assistant turn follows"),
         ({"prompt": [HI, YO], "completion": [BYE]}, "line 2: no assistant turn follows"),
+        (
+            {"messages": [HI, YO | {"weight": 0}]},
+            "line 2: no assistant turn follows, or all have the weight 0",
+        ),
+        ({"messages": [HI, YO | {"weight": "0"}]}, "line 2: a turn has the weight '0'; give 0"),
+        ({"messages": [HI, YO | {"weight": 0.5}]}, "line 2: a turn has the weight 0.5; give"),
         (
             {"prompt": "a", "completion": ["b"]},
             "line 2: .* 'completion' .*; message 1 is b",
@@ -944,6 +954,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
         and re.search(r"step \d: of \d+ rows, up to data.max_tokens = 48: rows_cut \d, ", ended.err)
         and ended.err.count("perplexity") == 4
     )
+    assert ended.err.count("num_steps = 6 ends the run, and not num_epochs = 2\n") == 1
     summary = json.loads((output / "summary.json").read_text())
     assert (
         summary["loss_after"] < summary["loss_before"] == rows_of(output, "eval")[0]["loss"]

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.base.errors import UserError, require
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data.chat import Messages, images_of, renderer
-from minirl.data.formats import SIDES
+from minirl.data.formats import SIDES, in_loss
 from minirl.data.order import make_order
 from minirl.data.rows import Rows, errors_at
 from minirl.data.vision import Vision
@@ -499,7 +499,7 @@ class Pairs(Chats):
             if "prompt" in row:  # the whole answer is in the loss
                 messages = row["prompt"] + row[side]
                 answer = range(len(row["prompt"]), len(messages))
-                trained = [i for i in answer if messages[i]["role"] == "assistant"]
+                trained = [i for i in answer if in_loss(messages[i])]
                 example = row | {"messages": messages, "trained": trained}
             segments = self.to_examples(example)
             require(

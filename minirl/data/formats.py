@@ -277,6 +277,23 @@ def open_examples(
     return open_rows(source, setting, partial(READERS[type(cfg)], cfg=cfg), cfg, mesh)
 
 
+LAST_WITHOUT_WEIGHT = (
+    "the last assistant turn has the weight 0, and it is the one in the loss; remove the weight or "
+    "the row"
+)
+
+
+def in_loss(message: dict) -> bool:
+    """Return whether a message is an assistant's turn without OpenAI's `weight` of 0.
+
+    Raises:
+        UserError: its weight is another than 0 or 1.
+    """
+    weight = message.get("weight")
+    require(weight in (None, 0, 1), f"a turn has the weight {weight!r}; give 0, 1 or none")
+    return message["role"] == "assistant" and weight != 0
+
+
 def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     """Return a row to imitate.
 
@@ -331,13 +348,10 @@ def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:
     whole = with_images(before + answer, row, source, cfg)
     assert not isinstance(whole, str)
     roles = [message["role"] for message in whole]
-    # OpenAI's `weight` of a turn: 0 keeps it out of the loss.
-    trained = [
-        i
-        for i in range(len(before), len(whole))
-        if roles[i] == "assistant" and whole[i].get("weight") != 0
-    ]
-    require(trained, "no assistant turn follows")
+    trained = [i for i in range(len(before), len(whole)) if in_loss(whole[i])]
+    require(trained, "no assistant turn follows, or all have the weight 0; remove the row")
+    if cfg.train_on == "last_turn" or isinstance(cfg, LabelledConfig):
+        require("assistant" not in roles[trained[-1] + 1 :], LAST_WITHOUT_WEIGHT)
     require(
         set(roles[: trained[0]]) - {"system"},
         "nothing is asked before the assistant's first turn",
@@ -378,9 +392,10 @@ def to_labelled(raw: dict, source: Source, cfg: LabelledConfig) -> dict:
         f"a plain text has no answer to judge; give {cfg.prompt_key!r} with "
         f"{cfg.completion_key!r}, or {cfg.messages_key!r}",
     )
-    answer_texts = [message["content"] for message in row["messages"][row["trained"][0] :]]
+    answers = row["messages"][row["trained"][0] :]
     require(
-        all(isinstance(text, str) for text in answer_texts) and answer_texts[-1].strip(),
+        all(isinstance(message["content"], str) for message in answers)
+        and (answers[-1]["content"].strip() or answers[-1].get("tool_calls")),
         "the answer that is judged must be a text that is not empty",
     )
     return row | {"label": bool(label)}
@@ -462,6 +477,7 @@ def to_pair(raw: dict, source: Source, cfg: PairsConfig) -> dict:
             f"the {side} side must answer the prompt that both share, and end by an assistant's "
             "turn that is not empty; its content must be a text",
         )
+        require(in_loss(last), f"{side}: {LAST_WITHOUT_WEIGHT}")
         pair[side] = answer
     return pair | {"prompt": before, **template_inputs(raw, source, cfg)}
 

@@ -161,6 +161,9 @@ class SupervisedTrainer(BaseTrainer):
             if cfg.batch_size > len(self.rows):
                 size = f"batch_size = {cfg.batch_size} is more than the {len(self.rows)} rows"
                 self.run.log.say(f"{size}, so that a step has some of them more than once")
+            if cfg.num_steps and cfg.num_epochs != SupervisedConfig.num_epochs:
+                ends = f"num_steps = {cfg.num_steps} ends the run"
+                self.run.log.say(f"{ends}, and not num_epochs = {cfg.num_epochs:g}")
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
