@@ -265,6 +265,16 @@ def test_an_output_that_nobody_can_write(tmp_path, place, resume):
         run_folder.hold(Path(output))
 
 
+def test_the_folder_of_another_run(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("")
+    cfg = RLConfig(output=str(tmp_path))
+    with pytest.raises(UserError, match="metrics.jsonl of another run; choose another folder"):
+        check_output(cfg, ONE)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(UserError, match="ranks that torchrun starts again need --resume"):
+        check_output(cfg, ONE)
+
+
 @pytest.mark.parametrize(
     "place", ["{0}", "/", "/proc/a.json", "{0}/file/a.json", "{0}/" + "x" * 300, "{0}/a\0b"]
 )

@@ -56,7 +56,11 @@ from minirl.parallel.optimizer import Optimizer, ShardAdamW
 from minirl.parallel.tensor import TensorParallel
 
 # What a model's folder must hold -> the pattern of its files.
-_NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
+_NEEDED = {
+    "config.json": "config.json",
+    "weights (*.safetensors)": "*.safetensors",
+    "tokenizer (tokenizer*)": "tokenizer*",
+}
 # Modules that no run uses, and that are not trained: Gemma 4's tower for sound.
 NEVER_RUN = ("model.audio_tower", "model.embed_audio")
 # Weights in other formats, which a download leaves out.
@@ -90,7 +94,11 @@ def find_folder(model: str, setting: str) -> Path:
         "the adapter by policy.lora.adapter",
     )
     for needed, pattern in _NEEDED.items():
-        require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
+        require(
+            list(folder.glob(pattern)),
+            f"{setting} = {folder} has no {needed}; name the folder of a model: of a run "
+            "its model/, of a checkpoint what `python -m minirl.checkpoint export` makes of it",
+        )
     return folder
 
 

@@ -538,10 +538,10 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
         ) from error
     in_the_way = [name for name in names if name not in LEFT_BY_A_START]
     if in_the_way:
-        raise UserError(
-            f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
-            "--output, or resume it by --resume"
-        )
+        cure = "choose another folder with --output, or resume it by --resume"
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            cure = "ranks that torchrun starts again need --resume; above is why they ended before"
+        raise UserError(f"output = {output} holds {in_the_way[0]} of another run; {cure}")
 
 
 def find_model(
