@@ -5,6 +5,7 @@ The best one stays; an export is the model.
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -504,6 +505,15 @@ def test_export_of_a_checkpoint(tmp_path):
             all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
             and AutoTokenizer.from_pretrained(exported).chat_template
         )
+
+    # The folder that was trained from has another model meanwhile.
+    shutil.rmtree(folder)
+    tiny.make(folder, "qwen3_moe")
+    again = fork("minirl.checkpoint", ["export", run, "--step", 2], tmp_path / "log")
+    assert again.code == 2 and len(again.errors()) == 1, again.err
+    assert "is of another model (qwen3, 2 layers of 128" in again.errors()[0]
+    assert f"than policy.model = {folder} is now (qwen3_moe," in again.errors()[0]
+    assert not (run / "model-step-2").exists()
 
 
 def test_export_refuses_what_is_not_there(tmp_path):

@@ -862,6 +862,10 @@ def test_it_says_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_
             "does not divide parallel.generators = 2",
         ),
         (["--config", "no.yaml"], "no such file"),
+        # What the program would refuse.
+        (["--algo.updates-per-step", "3"], "the first does not divide the second"),
+        (["--rollout.top-p", "0.9"], "cannot reproduce log-probs of a truncated distribution"),
+        (["--overlap", "--answer-sigma", "40"], "--answer-sigma 40 must be at most 5"),
     ],
 )
 def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, message):

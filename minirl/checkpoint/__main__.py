@@ -29,7 +29,7 @@ from minirl.checkpoint.exporting import (
 )
 from minirl.checkpoint.finding import find_damage, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
-from minirl.checkpoint.state import read_description, require_same_base
+from minirl.checkpoint.state import describe_model, read_description, require_same_base
 from minirl.config.parse import load_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.shared import ExportConfig
@@ -118,9 +118,17 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     trained_dtype = torch.promote_types(dtype, torch.float32)
     config = build.read_config(source)
     shapes = saved_shapes(checkpoint)
+    saved = read_description(checkpoint)
+    now = describe_model(config)
+    with errors_of_all(mesh, same_everywhere=True):
+        trained_one = saved["model"].partition(", adapters")[0]
+        require(
+            trained_one == now,
+            f"{checkpoint} is of another model ({trained_one}) than policy.model = {source} is now "
+            f"({now}); bring the old one back",
+        )
     if policy.lora.rank:
         with errors_of_all(mesh, same_everywhere=True):
-            saved = read_description(checkpoint)
             require_same_base(str(checkpoint), saved, loading.hash_of_weights(source), source)
         # The base on the meta device with its adapters, and tensors for what is trained.
         new = frozenset({SCORE} & shapes.keys())

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import PretrainedConfig
 
 from minirl.base.errors import require
 from minirl.base.files import (
@@ -418,8 +419,6 @@ def _describe(policy: Policy) -> dict:
     `optimizer` is what decides which state there is. Where the state rests between steps does not:
     checkpoints hold it in full precision.
     """
-    config = policy.model.config
-    text = config.get_text_config()
     average = " with a moving average" if policy.cfg.ema_decay else ""
     adapters = f", adapters of rank {policy.adapters.rank}" if policy.adapters else ""
     return {
@@ -427,9 +426,17 @@ def _describe(policy: Policy) -> dict:
         "stepped": policy.optimizer.stepped,
         "optimizer": policy.cfg.optimizer + average,
         "base": policy.adapters.base if policy.adapters else "",
-        "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, "
-        f"vocabulary {text.vocab_size}{adapters}",
+        "model": describe_model(policy.model.config) + adapters,
     }
+
+
+def describe_model(config: PretrainedConfig) -> str:
+    """Return the sizes of a model, by which a checkpoint of another one is known."""
+    text = config.get_text_config()
+    return (
+        f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, vocabulary "
+        f"{text.vocab_size}"
+    )
 
 
 def random_states() -> dict:

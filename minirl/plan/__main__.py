@@ -43,6 +43,7 @@ MODELS = {
 # A setting by its name, and a value to try.
 Change = tuple[str, Any]
 MOST_GPUS = 100_000
+MOST_SIGMA = 5.0  # An answer in six is then 150 times as long as the median.
 MOST_CHANGES = 3
 MOST_ADVICE = 5
 SIZES = (1, 2, 4, 8)  # Of tensor parallelism.
@@ -115,6 +116,8 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
             not is_number or (math.isfinite(value) and value >= 0),
             f"{flag} must be a number from 0 on",
         )
+    sigma = flags.answer_sigma
+    require(sigma <= MOST_SIGMA, f"--answer-sigma {sigma:g} must be at most {MOST_SIGMA:g}")
     require(flags.gpus_per_node >= 1, f"--gpus-per-node {flags.gpus_per_node} must be at least 1")
     card = find_card(
         flags.gpu,
@@ -131,8 +134,6 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
     validate.resolve_dtypes(cfg, "bfloat16")
     if isinstance(cfg, RLConfig):
         validate.resolve_lengths(cfg)
-        validate.validate_sampling(cfg)
-        validate.validate_budget(cfg, "engine.max_model_len", cfg.engine.max_model_len)
     configs = {}
     for setting, role in MODELS.items():
         model = get(cfg, setting)
@@ -167,6 +168,8 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
     check_averages(cfg, flags.prompt_tokens, answer)
     workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, answer)
     check(workload)
+    cfg.data.train = cfg.data.train or "rows that a plan does not need"
+    validate.check_settings(cfg, flags.gpus)
     plan = make_plan(workload, card, gpus_per_node)
     more = ""
     if flags.overlap:
