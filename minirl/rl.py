@@ -176,7 +176,7 @@ class Trainer(BaseTrainer):
         cfg = self.cfg
         generation = self.generation
         if generation is None:
-            with self.timer.phase("rollout"):
+            with self.timer.phase("prepare"):
                 return records.load_step(Path(cfg.rollout.replay), step, self.mesh)
 
         first_ticket = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets

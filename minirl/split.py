@@ -124,16 +124,17 @@ class Trainers(Trainer):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        self.meetings = Meetings(mesh, 60 * cfg.timeout_minutes)
-        self.refit = Refit(
-            cfg.refit,
-            self.policy.shards(),
-            self.policy.parts(),
-            None,
-            mesh=mesh,
-            read=self.policy.merged,
-            check=cfg.debug.check_refit,
-        )
+        with self.timer.phase("start"):  # Until the generators' engines are there.
+            self.meetings = Meetings(mesh, 60 * cfg.timeout_minutes)
+            self.refit = Refit(
+                cfg.refit,
+                self.policy.shards(),
+                self.policy.parts(),
+                None,
+                mesh=mesh,
+                read=self.policy.merged,
+                check=cfg.debug.check_refit,
+            )
         self.is_first_news = True
         self.have_left = False  # The generators.
         self.num_finished = self.run.first_step  # Steps.

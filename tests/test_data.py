@@ -381,6 +381,21 @@ def test_exact(completion, answer, value):
         ("Answer: \N{MINUS SIGN}5", -5, 1),
         ("**Answer:** 72", "72", 1),
         ("Answer: 9007199254740993", "9007199254740992", 0),
+        ("Answer: 3 1/2", "3", 0),
+        ("Answer: 3\\frac{1}{2}", "3", 0),
+        ("Answer: 1 000", "1", 0),
+        ("Answer: 3 × 4", "3", 0),
+        ("Answer: 3**2", "3", 0),
+        ("Answer: 3:4", "3", 0),
+        ("Answer: 1,2", "12", 0),
+        ("Answer: 1,234,567", "1234567", 1),
+        ("Answer: $\\boxed{42}$", "42", 1),
+        ("Answer: (10)", "10", 1),
+        ("Answer: €10", "10", 1),
+        ("Answer: 18. She sells 9", "18", 1),
+        ("<think>Answer: 42</think>I do not know", "42", 0),
+        ("<think>41?</think>Answer: 42", "42", 1),
+        ("<think>Answer: 42, or", "42", 0),
     ],
 )
 def test_final_answer(completion, answer, value):
@@ -411,6 +426,7 @@ def test_final_answer(completion, answer, value):
         ("\\boxed{18.90}", "\\$18.90", 1),
         ("\\boxed{32348}", "\\$32,\\!348", 1),
         ("\\boxed{5}", "\\[5\\]", 1),
+        ("<think>\\boxed{5}</think> no", "5", 0),
     ],
 )
 def test_math_verify_compares_values(completion, answer, value):

@@ -139,6 +139,15 @@ def test_peft_reads_a_tied_embedding_that_is_trained_whole(tmp_path):
     read = ranks(1, read_back, folder, again)[0]
     assert torch.equal(read[name], weights_of(tmp_path / "live")[name])
 
+    # As PEFT has them without ensure_weight_tying: the head as it was, or trained apart.
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    head = tensors.pop("base_model.model.lm_head.weight")
+    for changed in (tensors, tensors | {"base_model.model.lm_head.weight": head + 1}):
+        save_file(changed, file)
+        with pytest.raises(RankFailed, match="embedding and head were trained apart"):
+            ranks(1, read_back, folder, again)
+
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_adapter_of_peft_is_trained_on_and_merged_as_peft_does(tmp_path, dtype):

@@ -389,6 +389,66 @@ def test_tests_that_check_nothing_are_refused(tests):
     assert "is none" in functions.why_not("python_tests", {"tests": f"{tests}\nassert f(1 =="})
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "unittest.main(argv=['x'], exit=False)",
+        "unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite())",
+        "if __name__ == '__main__':\n    pytest.main([__file__])",
+        "import doctest\ndoctest.testmod()",
+    ],
+)
+def test_tests_that_only_print_what_failed_are_refused(end):
+    tests = f"import unittest\nclass Test(unittest.TestCase):\n    def test(self): f()\n{end}"
+    assert "reports failures and raises nothing" in functions.why_not(
+        "python_tests", {"tests": tests}
+    )
+    for good in (
+        "unittest.main()",
+        "assert unittest.main(exit=False).result.wasSuccessful()",
+        "import sys\nsys.exit(pytest.main([__file__]))",
+    ):
+        assert not functions.why_not("python_tests", {"tests": f"{tests[: -len(end)]}{good}"})
+
+
+UNITTEST = """
+import unittest
+
+class TestAdd(unittest.TestCase):
+    def test(self):
+        self.assertEqual(add(1, 2), 3)
+
+if __name__ == "__main__":
+    unittest.main()
+"""
+GUARDED = """
+import random
+
+def main():
+    assert add(1, 2) == 3
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("tests", [UNITTEST, GUARDED])
+def test_tests_behind_a_guard_run_and_the_program_s_own_does_not(tests):
+    guard = "\nif __name__ == '__main__':\n    raise SystemExit(1)"
+    for program, reward in (
+        (f"def add(a, b):\n    return a + b{guard}", 1.0),
+        ("def add(a, b):\n    return 0", 0.0),
+        ("x = 1", 0.0),
+        ("", 0.0),
+    ):
+        assert functions.python_tests("", program, {"tests": tests}) == reward
+
+
+def test_the_order_of_sets_is_that_of_every_run():
+    program = "print(set('the cat sat on the mat'.split()))"
+    assert len({run(program, ProgramLimits(seconds=20)).output for _ in range(4)}) == 1
+
+
 def test_rows_without_tests_are_refused():
     scoring.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "tests": TESTS})
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):

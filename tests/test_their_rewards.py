@@ -521,6 +521,20 @@ def test_arguments_of_a_function_of_verl(file):
     assert verl(f"{place}?format_score=0.1&score=2")(row, "#### 42") == 2.0
 
 
+def test_a_function_of_verl_returns_a_number(file):
+    """As one that forgot the other sources does not."""
+    rewards = verl(f"{file('def f(**kwargs): pass')}:f")
+    with pytest.raises(UserError, match="returned None for .* one finite number .those of TRL"):
+        rewards(VERL, "5")
+
+
+def test_a_metric_with_the_name_of_a_function_is_refused(file):
+    place = f"verl:{file('def f(**kwargs): return dict(score=1.0, exact=5.0)')}:f"
+    rewards = make_rewards(RewardConfig(function=[place, "exact"]))
+    with pytest.raises(UserError, match=r"logs \['exact'\]: the metric reward/NAME"):
+        rewards({**VERL, "answer": "5"}, "5", {})
+
+
 def test_what_verl_does_not_give_is_refused_at_the_start(file):
     text = "def f(solution_str, gold): return 0"
     with pytest.raises(UserError, match="f needs gold, which verl does not give"):

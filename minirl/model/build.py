@@ -335,7 +335,7 @@ def make_optimizer(model: CausalModel, cfg: PolicyConfig, mesh: Mesh) -> Optimiz
             continue
         # Biases of experts are [E, out], a convolution of features is [out, 1, taps], and norms of
         # queries and keys may be [heads, features].
-        is_convolution = p.ndim == 3 and p.shape[1] == 1
+        is_convolution = p.ndim == 3 and p.shape[1] == 1 and not lora.is_adapter(name)
         if p.ndim < 2 or name.endswith(("bias", "norm.weight")) or is_convolution:
             vectors.append(p)
         elif p in in_layers:

@@ -62,7 +62,7 @@ class AdaptedReward:
     together = False
 
     def score(self, answer: Answer) -> float | None:
-        """Return the reward of an answer; None: the function does not apply to its row."""
+        """Return the reward of an answer."""
         raise NotImplementedError
 
     def score_all(self, answers: Sequence[Answer]) -> Sequence[float | None]:

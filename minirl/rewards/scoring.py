@@ -144,6 +144,12 @@ class Rewards:
         if info is not None and self.is_one_of_several:
             info["rewards"] = {name: float(value) for name, value in applying.items()}
         if info is not None and call.metrics:
+            taken = sorted(call.metrics.keys() & {*values, "model"})
+            require(
+                not taken,
+                f"a reward function logs {taken}: the metric reward/NAME of a function has this "
+                "name; log it under another one",
+            )
             info["reward_metrics"] = {n: sum(v) / len(v) for n, v in call.metrics.items()}
         if info is not None and call.columns:
             info["reward_columns"] = call.columns
@@ -215,7 +221,7 @@ def grade(
         wrong = []
         for v in values:
             is_finite = isinstance(v, numbers.Real | np.bool_) and math.isfinite(v)
-            if not is_finite and not (v is None and isinstance(function, AdaptedReward)):
+            if not is_finite and not (v is None and is_together(function)):
                 wrong.append(v)
     except UserError:
         raise

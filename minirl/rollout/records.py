@@ -12,7 +12,7 @@
                 recorded (algo.router_replay)
     info        object for people and metrics: prompt (of the row), completion (the answer, or the
                 whole text of an environment's episode), row (its other columns, cut), source,
-                stopped, error, refusal, score, rewards of each function, env, ...
+                stopped, error, refusal, rewards of each function, env, ...
 
 `rollout.dump` writes them with tables (index.py), `rollout.replay` trains on them again, and
 `python -m minirl.view RUN` shows them in a browser.

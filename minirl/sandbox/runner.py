@@ -29,6 +29,8 @@ from minirl.sandbox.inside.trial import PASSED
 START = (
     "import sys; sys.path.insert(0, {!r}); from minirl.sandbox.inside.program import main; main()"
 )
+# It reads no environment but ENVIRONMENT, and no packages of the user's own folder.
+PYTHON = (sys.executable, "-sP", "-B", "-u")
 ROOT = Path(minirl.__file__).parents[1]
 FOLDERS = "minirl-program-"  # Names of the folders of programs begin with it.
 # What Python and compiled packages read while they start.
@@ -46,6 +48,13 @@ READABLE = (
     "/dev/urandom",
     "/dev/zero",
     "/sys/devices/system/cpu",
+)
+# The hashes of texts are the same in each run, and with them the order of sets.
+ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+# Calls that print what has failed and raise nothing, where nobody uses what they return.
+REPORTS = re.compile(
+    r"pytest\.main\(|doctest\.(testmod|run_docstring_examples)\(|(unittest\.)?TextTestRunner\("
+    r"|(unittest\.)?main\(.*exit=False"
 )
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_OF_LEFT = 24 * 3600.0
@@ -133,10 +142,18 @@ def program_in(completion: str) -> str:
 def why_no_tests(tests: str) -> str:
     """Return why every program would pass a text of tests, or none; empty: it checks something."""
     try:
-        statements = ast.parse(tests).body
+        tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"runs the column `tests` as Python, and that of a row is none ({error})"
-    for statement in statements:
+    for node in ast.walk(tree):
+        call = ast.unparse(node) if isinstance(node, ast.Expr) else ""
+        if REPORTS.match(call):
+            return (
+                f"runs the column `tests`, and that of a row has {call[:80]!r}, which reports "
+                "failures and raises nothing, so that every program would pass; end it by "
+                "unittest.main(), or assert what it returns"
+            )
+    for statement in tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
             continue
         is_value = isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
@@ -181,14 +198,14 @@ def _run(
     }
     with inner:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-u", "-c", START.format(str(ROOT)), json.dumps(settings)],
+            [*PYTHON, "-c", START.format(str(ROOT)), json.dumps(settings)],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[] if tests is None else [inner.fileno()],
             start_new_session=True,
-            env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            env={"HOME": folder, "TMPDIR": folder} | ENVIRONMENT,
         )
     try:
         if tests is not None:

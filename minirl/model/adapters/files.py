@@ -253,15 +253,22 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
     there = set(file.keys())
     wanted = {name_in_file(name) for name in parts}
     missing = sorted(wanted - there)
-    if tied_embedding(model):
-        there.discard(PREFIX + HEAD)
-    extra = sorted(there - wanted)
+    head = PREFIX + HEAD
+    embedding = tied_embedding(model)
+    extra = sorted(there - wanted - ({head} if embedding else set()))
     require(
         not missing and not extra,
         f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
         f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
         "policy.model, policy.lora.targets and policy.lora.modules_to_save as it was trained",
     )
+    if embedding:
+        whole = file.get_tensor(name_in_file(embedding))
+        require(
+            head in there and torch.equal(file.get_tensor(head), whole),
+            f"{place}: embedding and head were trained apart, and policy.model has one weight for "
+            "both; train the adapter with PEFT's ensure_weight_tying",
+        )
     for name, p in parts.items():
         t = file.get_tensor(name_in_file(name))
         expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)

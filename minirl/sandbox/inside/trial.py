@@ -182,6 +182,7 @@ def serve(scope: dict[str, Any], tests: socket.socket) -> None:
 
 def _answer(request: dict[str, Any], scope: dict[str, Any]) -> dict[str, Any]:
     if "tests" in request:
+        scope["__name__"] = "__main__"  # As tests may ask; the program, which has ended, may not.
         try:
             exec(compile(request["tests"], "tests.py", "exec"), scope)
         except SystemExit as left:  # as unittest.main does; the program may not
