@@ -744,8 +744,12 @@ def test_stop_tokens_are_the_tokenizer_s_and_the_generation_config_s(tmp_path):
     assert stop_token_ids(tokenizer, tmp_path) == [1, 4]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     assert stop_token_ids(tokenizer, tmp_path) == [1, 3]
-    tokenizer.eos_token = None
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": [4, 5]}')
+    assert stop_token_ids(tokenizer, tmp_path) == [1, 3]
     (tmp_path / "generation_config.json").unlink()
+    assert stop_token_ids(tokenizer, tmp_path) == [1, 4, 5]
+    (tmp_path / "config.json").unlink()
+    tokenizer.eos_token = None
     with pytest.raises(UserError, match="names an eos token"):
         stop_token_ids(tokenizer, tmp_path)
 

@@ -389,26 +389,46 @@ def test_tests_that_check_nothing_are_refused(tests):
     assert "is none" in functions.why_not("python_tests", {"tests": f"{tests}\nassert f(1 =="})
 
 
+CASES = """
+import unittest
+class TestAdd(unittest.TestCase):
+    def test(self):
+        self.assertEqual(add(1, 2), 3)
+"""
+LOAD = "suite = unittest.defaultTestLoader.loadTestsFromTestCase(TestAdd)"
+
+
 @pytest.mark.parametrize(
     "end",
     [
+        "unittest.main()",
         "unittest.main(argv=['x'], exit=False)",
-        "unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite())",
-        "if __name__ == '__main__':\n    pytest.main([__file__])",
-        "import doctest\ndoctest.testmod()",
+        "result = unittest.main(exit=False)",
+        "assert unittest.main(exit=False).result.wasSuccessful()",
+        f"{LOAD}\nrunner = unittest.TextTestRunner()\nrunner.run(suite)",
+        f"{LOAD}\nsuite.run(unittest.TestResult())",
+        "def f():\n    '>>> add(1, 2)\\n3'\nfrom doctest import testmod\ntestmod()",
+        "assert add(1, 2) == 3\nif __name__ == '__main__':\n    import doctest; doctest.testmod()",
     ],
 )
-def test_tests_that_only_print_what_failed_are_refused(end):
-    tests = f"import unittest\nclass Test(unittest.TestCase):\n    def test(self): f()\n{end}"
-    assert "reports failures and raises nothing" in functions.why_not(
-        "python_tests", {"tests": tests}
-    )
-    for good in (
-        "unittest.main()",
-        "assert unittest.main(exit=False).result.wasSuccessful()",
-        "import sys\nsys.exit(pytest.main([__file__]))",
+def test_tests_that_only_print_what_has_failed_count(end):
+    tests = f"{CASES}{end}"
+    assert functions.why_not("python_tests", {"tests": tests}) == ""
+    own = "\nimport unittest\nclass Mine(unittest.TestCase):\n    def test(self): 1 / 0"
+    for program, reward in (
+        ("def add(a, b):\n    return a + b", 1.0),
+        (f"def add(a, b):\n    return a + b{own}", 1.0),
+        ("def add(a, b):\n    return 0", 0.0),
+        ("def add(a, b):\n    return 0\ndef load_tests(*_):\n    return _[2]", 0.0),
     ):
-        assert not functions.why_not("python_tests", {"tests": f"{tests[: -len(end)]}{good}"})
+        assert functions.python_tests("", program, {"tests": tests}) == reward, program
+
+
+@pytest.mark.parametrize("guard", ["", "if __name__ == '__main__':\n    "])
+def test_pytest_in_tests_checks_nothing(guard):
+    """It looks for files."""
+    tests = f"import pytest\ndef test_add():\n    assert add(1, 2) == 3\n{guard}pytest.main()"
+    assert "checks nothing" in functions.why_not("python_tests", {"tests": tests})
 
 
 UNITTEST = """

@@ -510,7 +510,6 @@ MALFORMED = [
             {"structured_outputs": {"choice": ["yes", "no"]}},
             {"guided_regex": "a+"},
             {"continue_final_message": True},
-            {"stop_token_ids": [3]},
         )
     ),
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}',

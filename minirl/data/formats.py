@@ -287,11 +287,13 @@ def in_loss(message: dict) -> bool:
     """Return whether a message is an assistant's turn without OpenAI's `weight` of 0.
 
     Raises:
-        UserError: its weight is another than 0 or 1.
+        UserError: the turn's weight is another than 0 or 1.
     """
+    if message["role"] != "assistant":
+        return False
     weight = message.get("weight")
     require(weight in (None, 0, 1), f"a turn has the weight {weight!r}; give 0, 1 or none")
-    return message["role"] == "assistant" and weight != 0
+    return weight != 0
 
 
 def to_chat(raw: dict, source: Source, cfg: ChatsConfig) -> dict:

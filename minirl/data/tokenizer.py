@@ -182,14 +182,17 @@ def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTra
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
     """Return every token that ends an answer: the tokenizer's and generation_config.json's.
 
+    Without that file config.json says it, as for the library.
+
     Raises:
-        UserError: there is none, or generation_config.json says it in another form.
+        UserError: there is none, or the file says it in another form.
     """
     ids = {tokenizer.eos_token_id}
-    where = f"policy.model = {folder}: its generation_config.json"
-    if (folder / "generation_config.json").exists():
+    names = [n for n in ("generation_config.json", "config.json") if (folder / n).exists()]
+    if names:
+        where = f"policy.model = {folder}: its {names[0]}"
         with library_reads(where):
-            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+            eos = GenerationConfig.from_pretrained(folder, names[0]).eos_token_id
         for token in eos if isinstance(eos, list) else [eos]:
             require(
                 token is None or (type(token) is int and token >= 0),
@@ -200,8 +203,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
     ids.discard(None)
     require(
         ids,
-        f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos "
-        "token, so no answer would end",
+        f"policy.model = {folder}: neither tokenizer nor generation_config.json (nor config.json, "
+        "without that) names an eos token, so no answer would end",
     )
     return sorted(ids)
 

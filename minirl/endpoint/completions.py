@@ -93,7 +93,6 @@ class CompletionRequest(BaseModel):
     function_call: None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
     # vLLM's own names of formats; `response_format` is taken.
     structured_outputs: None = None
     guided_json: None = None

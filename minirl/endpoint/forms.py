@@ -280,11 +280,11 @@ def from_responses(body: JSONObject) -> JSONObject:
     wanted = (body.get("text") or {}).get("format")
     if wanted and wanted["type"] == "json_schema":
         wanted = {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
-    included = body.get("include") or ()
+    with_logprobs = "message.output_text.logprobs" in (body.get("include") or ())
     return {
         "messages": messages,
         "max_tokens": body.get("max_output_tokens"),
-        "logprobs": "message.output_text.logprobs" in included,
+        "logprobs": with_logprobs or bool(body.get("top_logprobs")),
         "top_logprobs": body.get("top_logprobs"),
         "stream": body.get("stream"),
         "tools": tools or None,

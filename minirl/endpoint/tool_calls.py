@@ -214,7 +214,7 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> An
             f"endpoint.tool_parser = {name}: vLLM has no parser of this name; give auto, or one of "
             f"{', '.join(ToolParserManager.list_registered())}"
         ) from error
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, ImportError) as error:
         raise UserError(f"endpoint.tool_parser = {name}: {error}") from error
 
 

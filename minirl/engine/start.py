@@ -86,7 +86,10 @@ def start_vllm(
         if not routes:  # They come with each token, from vLLM's own scheduler.
             given["scheduler_cls"] = "minirl.engine.scheduler.make_scheduler"
         try:
-            return vllm.LLM(**given)
+            llm = vllm.LLM(**given)
+            # vLLM would add end tokens of the model's files to those of each request.
+            llm.llm_engine.input_processor.generation_config_fields = {}
+            return llm
         except (ValueError, RuntimeError, AssertionError) as error:
             remedy = compat.remedy(error) + memory_remedy(error)
             if isinstance(error, AssertionError) and not remedy:

@@ -169,6 +169,7 @@ def plan_of_flags(argv: list[str]) -> tuple[Plan, list["Advice"], str]:
     workload = Workload(cfg, num_ranks, models, flags.prompt_tokens, answer)
     check(workload)
     cfg.data.train = cfg.data.train or "rows that a plan does not need"
+    cfg.log.wandb = False
     validate.check_settings(cfg, flags.gpus)
     plan = make_plan(workload, card, gpus_per_node)
     more = ""

@@ -17,17 +17,20 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 # Not the beginning of an expression, such as 1/2, 1 1/2 or 1e5: `++` gives nothing back.
 NUMBER_AFTER_ANSWER = re.compile(
     r"[Aa]nswer:[\s*`(+$€£]*(?:\\boxed\{)?(-?\d++(?:\.\d++)?)"
-    r"(?![.eE]\d|\{,\}| ?(?:[/^+:×,-]|\*\*?)? ?\d| ?\\\w*frac)"
+    r"(?![.,:eE]\d|\*\*\d|\{,\}|[)}$]* ?(?:[/*^+×-] ?[({]?\d|\\\w*frac)|\)\(| \d+/\d| \d{3}(?!\d))"
 )
 COMMA_OF_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
-def said(completion: str) -> str:
-    """Return what follows the thoughts in <think> and </think>; nothing, if they do not end."""
-    thoughts, end, answer = completion.rpartition("</think>")
-    if end:
-        return answer
-    return "" if "<think>" in completion else completion
+def said(completion: str, row: dict) -> str:
+    """Return what follows the thoughts that a completion begins with; nothing, if they do not end.
+
+    They are between <think>, with which some templates end the prompt, and </think>.
+    """
+    is_open = row.get("rendered_prompt", "").rstrip().endswith("<think>")
+    if is_open or completion.lstrip().startswith("<think>"):
+        return completion.partition("</think>")[2]
+    return completion
 
 
 def text_of(answer: str | float) -> str:
@@ -39,7 +42,7 @@ def text_of(answer: str | float) -> str:
 
 def exact(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the completion is the answer, apart from spaces at the ends."""
-    return float(said(completion).strip() == text_of(row["answer"]).strip())
+    return float(said(completion, row).strip() == text_of(row["answer"]).strip())
 
 
 def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -50,7 +53,7 @@ def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
     gold = COMMA_OF_THOUSANDS.sub("", text_of(row["answer"])).strip()
     if not NUMBER.fullmatch(gold):
         return 0.0
-    text = COMMA_OF_THOUSANDS.sub("", said(completion)).replace("\N{MINUS SIGN}", "-")
+    text = COMMA_OF_THOUSANDS.sub("", said(completion, row)).replace("\N{MINUS SIGN}", "-")
     if Decimal(gold) in map(Decimal, NUMBER_AFTER_ANSWER.findall(text)[-1:]):
         return 1.0
     return 0.3 if Decimal(gold) in map(Decimal, NUMBER.findall(text)[-1:]) else 0.0
@@ -61,7 +64,7 @@ def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
 
     It runs in a process with limits; a completion that reaches one earns 0, as a StoppedGrade.
     """
-    return graders.pool("math_verify").grade(text_of(row["answer"]), said(completion))
+    return graders.pool("math_verify").grade(text_of(row["answer"]), said(completion, row))
 
 
 def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -71,7 +74,7 @@ def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:
     some graders would evaluate as code is read as a literal or a plain expression.
     """
     entry = {name: row[name] for name in ("question", "answer", "metadata") if name in row}
-    return graders.pool("reasoning_gym").grade(said(completion).strip(), entry)
+    return graders.pool("reasoning_gym").grade(said(completion, row).strip(), entry)
 
 
 def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
@@ -82,7 +85,7 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     that run in the sandbox, in another process than the program (sandbox/inside/trial.py). What the
     program prints does not count, nor that it ends by sys.exit(0).
     """
-    program = runner.program_in(said(completion))
+    program = runner.program_in(said(completion, row))
     passed = runner.passes(program, row["tests"], runner.ProgramLimits(seconds=10.0))
     return float(passed)
 

@@ -54,6 +54,9 @@ class Rewards:
         """
         self.weighted = list(weighted)
         self.is_one_of_several = len(weighted) + has_model > 1
+        # Of the metrics `reward/NAME` of the functions, which each of several has.
+        names = {name for _, _, name in weighted} | ({"model"} if has_model else set())
+        self._names = names if self.is_one_of_several else set()
         self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
         self._num_stopped: Counter[str] = Counter()  # By grader, in this process.
         self.seconds = seconds
@@ -144,7 +147,7 @@ class Rewards:
         if info is not None and self.is_one_of_several:
             info["rewards"] = {name: float(value) for name, value in applying.items()}
         if info is not None and call.metrics:
-            taken = sorted(call.metrics.keys() & {*values, "model"})
+            taken = sorted(call.metrics.keys() & self._names)
             require(
                 not taken,
                 f"a reward function logs {taken}: the metric reward/NAME of a function has this "

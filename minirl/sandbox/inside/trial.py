@@ -183,6 +183,7 @@ def serve(scope: dict[str, Any], tests: socket.socket) -> None:
 def _answer(request: dict[str, Any], scope: dict[str, Any]) -> dict[str, Any]:
     if "tests" in request:
         scope["__name__"] = "__main__"  # As tests may ask; the program, which has ended, may not.
+        have_failed = _watch_results(scope)
         try:
             exec(compile(request["tests"], "tests.py", "exec"), scope)
         except SystemExit as left:  # as unittest.main does; the program may not
@@ -190,6 +191,8 @@ def _answer(request: dict[str, Any], scope: dict[str, Any]) -> dict[str, Any]:
             by_program = any(frame.f_code.co_filename == "main.py" for frame, _ in frames)
             if by_program or left.code not in (None, 0, False):
                 raise
+        if have_failed():
+            raise AssertionError("a test of unittest or doctest has failed")
         return {"nonce": request["nonce"]}
     if "names" in request:
         known = [name for name in request["names"] if name.partition("().")[0] in scope]
@@ -207,6 +210,34 @@ def _answer(request: dict[str, Any], scope: dict[str, Any]) -> dict[str, Any]:
     now = encode(arguments, _of_object)
     reply = {"value": encode(value, _of_object)}
     return reply if now == request["arguments"] else {**reply, "arguments": now}
+
+
+def _watch_results(scope: dict[str, Any]) -> Callable[[], bool]:
+    """Return what tells whether tests of unittest or doctest have failed from now on.
+
+    Some ways to run them only print it. What the program has of tests is not run with the others.
+    """
+    import doctest  # here: few tests need the program's process
+    import unittest
+
+    scope.pop("load_tests", None)
+    for name, value in list(scope.items()):
+        if isinstance(value, type) and issubclass(value, unittest.TestCase):
+            del scope[name]
+
+    results: list[unittest.TestResult] = []
+    runners: list[doctest.DocTestRunner] = []
+    for cls, made in ((unittest.TestResult, results), (doctest.DocTestRunner, runners)):
+        plain = cls.__init__
+
+        def begin(
+            self: Any, *args: Any, plain: Any = plain, made: Any = made, **named: Any
+        ) -> None:
+            made.append(self)
+            plain(self, *args, **named)
+
+        cls.__init__ = begin  # type: ignore[method-assign]
+    return lambda: any(not r.wasSuccessful() for r in results) or any(r.failures for r in runners)
 
 
 def _look_up(name: str, scope: dict[str, Any]) -> Any:
