@@ -792,7 +792,9 @@ def test_a_reply_after_which_no_turn_is_left_hides_no_answer_from_reward_functio
     assert play.e.truncated
     assert [m["role"] for m in play.since_prompt] == ["assistant", "user", "assistant"]
     assert play.since_prompt[-1]["content"] == play.e.answer
-    assert play.tokenizer.decode(play.e.answer_tokens, skip_special_tokens=True) == play.e.answer
+    assert (
+        play.tokenizer.decode(play.e.last.answer_tokens, skip_special_tokens=True) == play.e.answer
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -530,9 +530,9 @@ def test_a_function_of_verl_returns_a_number(file):
 
 def test_a_metric_with_the_name_of_a_function_is_refused(file):
     place = f"verl:{file('def f(**kwargs): return dict(score=1.0, exact=5.0)')}:f"
-    rewards = make_rewards(RewardConfig(function=[place, "exact"]))
-    with pytest.raises(UserError, match=r"logs \['exact'\]: the metric reward/NAME"):
-        rewards({**VERL, "answer": "5"}, "5", {})
+    with pytest.raises(UserError, match=r"f logs \['exact'\], and the metric reward/NAME"):
+        tried([place, "exact"])
+    tried(place)  # Alone it has no metric of its own.
 
 
 def test_what_verl_does_not_give_is_refused_at_the_start(file):
@@ -623,7 +623,8 @@ MATHS = """
 
 def tried(function):
     """The rewards after the first call of a function, as a run has them."""
-    rewards = make_rewards(RewardConfig(function=str(function)))
+    names = function if isinstance(function, list) else str(function)
+    rewards = make_rewards(RewardConfig(function=names))
     row = {"prompt": "6 * 7 = ?", "answer": "42"}
     prompts = Prompts(memory_rows([row]), make_tokenizer([]), DataConfig(), seed=0)
     try_rewards(rewards, prompts, 4, ALONE)

@@ -14,11 +14,11 @@ from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.sandbox import runner
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-# Not the beginning of an expression, such as 1/2, 1 1/2 or 1e5: `++` gives nothing back.
-NUMBER_AFTER_ANSWER = re.compile(
-    r"[Aa]nswer:[\s*`(+$€£]*(?:\\boxed\{)?(-?\d++(?:\.\d++)?)"
-    r"(?![.,:eE]\d|\*\*\d|\{,\}|[)}$]* ?(?:[/*^+×-] ?[({]?\d|\\\w*frac)|\)\(| \d+/\d| \d{3}(?!\d))"
-)
+ANSWER = r"[Aa]nswer:[\s*`(+$€£]*(?:\\boxed\{)?"
+# What continues a number to an expression, such as 1/2, 1 1/2 or 1e5.
+MORE = r"[.,:eE]\d|\*\*\d|\{,\}|[)}$]* ?(?:[/*^+×-] ?[({]?\d|\\\w*frac)|\)\(| \d+/\d| \d{3}(?!\d)"
+# `++` gives nothing back.
+NUMBER_AFTER_ANSWER = re.compile(rf"{ANSWER}(-?\d++(?:\.\d++)?)(?!{MORE})")
 COMMA_OF_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -28,9 +28,8 @@ def said(completion: str, row: dict) -> str:
     They are between <think>, with which some templates end the prompt, and </think>.
     """
     is_open = row.get("rendered_prompt", "").rstrip().endswith("<think>")
-    if is_open or completion.lstrip().startswith("<think>"):
-        return completion.partition("</think>")[2]
-    return completion
+    has_thoughts = is_open or completion.lstrip().startswith("<think>")
+    return completion.partition("</think>")[2] if has_thoughts else completion
 
 
 def text_of(answer: str | float) -> str:
@@ -86,8 +85,7 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     program prints does not count, nor that it ends by sys.exit(0).
     """
     program = runner.program_in(said(completion, row))
-    passed = runner.passes(program, row["tests"], runner.ProgramLimits(seconds=10.0))
-    return float(passed)
+    return float(runner.passes(program, row["tests"], runner.ProgramLimits(seconds=10.0)))
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -117,9 +115,8 @@ def why_not(name: str, row: dict) -> str:
                 return f"compares numbers, and a row has {gold[:50]!r}; take exact or math_verify"
         case "reasoning_gym":
             metadata = row.get("metadata")
-            if isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str):
-                return ""
-            return "needs rows with metadata.source_dataset, and a row has none"
+            if not (isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str)):
+                return "needs rows with metadata.source_dataset, and a row has none"
         case "python_tests":
             if not isinstance(row.get("tests"), str):
                 return "runs the text in the column `tests`, and a row has none"

@@ -180,6 +180,13 @@ def try_reward(rewards: Rewards, function: Any, name: str, prompts: Prompts) -> 
         if not isinstance(failure, UserError) or is_mistake(failure.__cause__):
             raise failure
         say(f"{failure} (a made-up completion); a run ends where one of the policy does the same")
+    names = {each for _, _, each in rewards.weighted} if rewards.is_one_of_several else set()
+    taken = sorted(call.metrics.keys() & names)
+    require(
+        not taken,
+        f"reward.function = {name} logs {taken}, and the metric reward/NAME of a function has this "
+        "name; log it under another one",
+    )
     return False
 
 

@@ -54,9 +54,6 @@ class Rewards:
         """
         self.weighted = list(weighted)
         self.is_one_of_several = len(weighted) + has_model > 1
-        # Of the metrics `reward/NAME` of the functions, which each of several has.
-        names = {name for _, _, name in weighted} | ({"model"} if has_model else set())
-        self._names = names if self.is_one_of_several else set()
         self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
         self._num_stopped: Counter[str] = Counter()  # By grader, in this process.
         self.seconds = seconds
@@ -81,8 +78,7 @@ class Rewards:
             problem = why_not(name, row)
             if isinstance(function, AdaptedReward):
                 problem = function.why_not(row)
-            if problem:
-                raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
+            require(not problem, f"reward.function = {name} {problem}: {str(row)[:120]}")
 
     def __call__(
         self,
@@ -147,12 +143,6 @@ class Rewards:
         if info is not None and self.is_one_of_several:
             info["rewards"] = {name: float(value) for name, value in applying.items()}
         if info is not None and call.metrics:
-            taken = sorted(call.metrics.keys() & self._names)
-            require(
-                not taken,
-                f"a reward function logs {taken}: the metric reward/NAME of a function has this "
-                "name; log it under another one",
-            )
             info["reward_metrics"] = {n: sum(v) / len(v) for n, v in call.metrics.items()}
         if info is not None and call.columns:
             info["reward_columns"] = call.columns
@@ -219,8 +209,7 @@ def grade(
         if isinstance(function, AdaptedReward):
             values = function.score_all(own)
         else:
-            [answer] = own
-            values = [function(answer.row["prompt"], answer.completion, answer.row)]
+            values = [function(each.row["prompt"], each.completion, each.row) for each in own]
         wrong = []
         for v in values:
             is_finite = isinstance(v, numbers.Real | np.bool_) and math.isfinite(v)

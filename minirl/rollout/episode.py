@@ -62,7 +62,6 @@ class Episode:
     request: Request | None = None  # For the completion that is being sampled.
     turn: int = 0  # Number of completions so far.
     answer: str = ""  # The last completion as a text, without special tokens.
-    answer_tokens: list[int] = field(default_factory=list)
     last: Segment = field(default_factory=Segment)  # The one with the last completion.
     truncated: bool = False
     rewards: list[float] = field(default_factory=list)  # What the environment gave.
@@ -178,7 +177,7 @@ class EpisodeRunner:
         """
         if e.is_dropped or e.error or not e.env.graded:
             return None
-        call = RewardCall(tokens=e.answer_tokens, messages=e.said)
+        call = RewardCall(tokens=e.last.answer_tokens, messages=e.said)
         row = {**e.row, "rendered_prompt": e.last.prompt} if e.last.prompt else e.row
         answer = Answer(row=row, completion=e.answer, call=call)
         self.rewards.score_alone(answer)
@@ -265,7 +264,6 @@ class EpisodeRunner:
             text = e.segment.append_completion(completion, tokenizer)
             e.last = e.segment
             e.answer = read_answer(tokenizer, completion.tokens)
-            e.answer_tokens = completion.tokens
             if e.messages:
                 message = to_message(tokenizer, text)
                 e.said = [*e.messages[e.num_prompt_messages :], {**message, "content": e.answer}]
@@ -390,7 +388,6 @@ class EpisodeRunner:
             e.turn = sum(segment.num_completions for segment in segments)
             e.last = segments[-1] if segments else Segment(stopped=True)
             e.said = e.last.messages
-            e.answer_tokens = e.last.answer_tokens
             e.answer = e.last.answer
 
     async def _call(self, function: Callable, *arguments: object, name: str = "") -> Any:
