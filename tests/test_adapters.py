@@ -86,6 +86,9 @@ def test_openrlhf_reward_file(file, returned):
     """)
     rewards = make_rewards(RewardConfig(function=f"openrlhf:{path}"))
     assert (rewards(ROW, "42"), rewards(ROW, "43")) == (1.0, 0.0)
+    # As the other prefixes name a function, too.
+    named = make_rewards(RewardConfig(function=f"openrlhf:{path}:reward_func"))
+    assert named(ROW, "42") == 1.0
 
 
 def test_openrlhf_reward_file_that_fails_is_told(file):

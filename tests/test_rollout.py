@@ -4,6 +4,7 @@ Few processes, many checks."""
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import tempfile
 from importlib.metadata import distributions
@@ -179,8 +180,11 @@ def test_refit_equals_full_gather_and_a_fresh_engine(
         config = {"num_experts": 2}
     a = tiny.make(tmp_path / "a", family, tied=tied, seed=0, **config)
     b = tiny.make(tmp_path / "b", family, tied=tied, seed=1, **config)
+    # Any token ends an answer by the files, and none by the requests, whose word is the last.
+    (a / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(264))}))
     results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
     for r in results:
+        assert {len(tokens) for tokens, _ in r["before"]} == {4}
         # Log-probs, too: each refit reaches every copy that the engine keeps of its weights.
         assert r["after"] == [r["fresh"], r["before"], r["fresh"]]
         assert r["fresh"] != r["before"]

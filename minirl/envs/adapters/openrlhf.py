@@ -87,7 +87,7 @@ def load_from_file(setting: str, file: str, name: str) -> Callable:
     Raises:
         UserError: if the file does not import or has nothing of that name.
     """
-    place = f"{file}:{name}"
+    place = f"{file.removesuffix(':' + name)}:{name}"
     if "openrlhf" in sys.modules or find_spec("openrlhf"):
         return find_function(setting, place, {})
     for module_name, contents in CONTENTS.items():
