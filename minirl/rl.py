@@ -182,7 +182,10 @@ class Trainer(BaseTrainer):
         first_ticket = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
         with generation.awake():
             is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
-            if is_due and not self.evaluate(generation, step, "before_rl" if step == 0 else None):
+            name = "before_rl" if step == 0 else None
+            if (
+                is_due and self.evaluate(generation, step, name) is False
+            ):  # Not None: an override's.
                 return None
             with self.timer.phase("rollout"):
                 if self.curriculum:
@@ -308,9 +311,7 @@ class Trainer(BaseTrainer):
 
     def annotate(self, minibatches: Minibatches) -> None:
         """Add the models' log-probs and values before the step's first update. Collective."""
-        algo = self.algo
-        needs_old = advantages.need_old_logprobs(algo, self.inputs.estimator)
-        if algo.num_epochs * algo.updates_per_step > 1 or algo.entropy_share or needs_old:
+        if advantages.need_old_logprobs(self.algo, self.inputs.estimator):
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
             self.ref.annotate(minibatches)
@@ -487,10 +488,9 @@ class Trainer(BaseTrainer):
         self.run.wait_for_export()  # it may be the result of the warm start
         if self.mesh.rank == 0:
             # The first checkpoint may still be under way, and need the first reference.
-            no_checkpoint = 0 if self.cfg.checkpoint.every else step
-            finding.drop_references(self.run.output, no_checkpoint)
+            finding.drop_references(self.run.output, 0 if self.cfg.checkpoint.every else step)
         self.mesh.barrier()
-        refreshed = finding.newest_reference(self.run.output, step)
+        refreshed = finding.newest_reference(self.run.output, step, self.progress.reference)
         self.ref = self.make_reference(refreshed or folder)
 
     def export_reference(self, step: int) -> None:
@@ -503,7 +503,7 @@ class Trainer(BaseTrainer):
     def finish(self) -> None:
         """Evaluate for the last time, export, write the summary. Collective."""
         self.run.export_result()  # written while the model is evaluated
-        if not self.evaluate_result():
+        if self.evaluate_result() is False:
             self.stop(self.num_steps)
             return
         sizes = {}

@@ -20,6 +20,7 @@ from minirl.config.validate import (
     validate_sampling,
     validate_supervised,
 )
+from minirl.config.values import to_yaml
 from minirl.envs import Agent, Env
 from minirl.run.evaluation import eval_sampling
 from minirl.run.inputs import check_endpoint
@@ -712,6 +713,21 @@ def test_sampling_may_be_truncated_where_nothing_is_trained():
     )
     with pytest.raises(UserError, match="rollout.max_tokens = 0 should be greater than 0"):
         parse_flags(EvaluateConfig, ["--rollout.max-tokens", "0"])
+
+
+@dataclasses.dataclass(kw_only=True)
+class Needed(RLConfig):
+    needed: float
+
+
+def test_a_setting_of_the_user_s_without_a_default_is_named():
+    with pytest.raises(UserError, match="needed has no default and is not set there; give it a"):
+        fill_config(Needed, {"seed": 1})
+    assert fill_config(Needed, {"needed": 0.5}).needed == 0.5
+
+
+def test_a_path_of_the_user_s_is_written_as_a_text():
+    assert to_yaml({"file": Path("a/b")}) == "file: a/b\n"
 
 
 def test_a_config_of_the_user_s_may_have_further_settings():

@@ -45,6 +45,22 @@ def play(env: Env, row: dict, answers: list[str]) -> list[Result]:
 # guess
 
 
+CLOSING = """
+from minirl.envs import Env
+
+class Mine(Env):
+    def reset(self, row): return "?"
+    def close(self): raise OSError("mine")
+"""
+
+
+def test_a_close_that_fails_is_one_message(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(CLOSING)
+    with pytest.raises(UserError, match="its close raised OSError: mine"):
+        make_env(f"{path}:Mine")
+
+
 def test_guess_by_halving_always_wins_in_six_turns():
     make = make_env("guess?high=32")
     for number in range(32):

@@ -143,6 +143,11 @@ WRONG_ESTIMATORS = {
     "by token, no critic": ("batch, rewards, cfg", "return batch.values * 2", "raised TypeError"),
     "of answers, a list": ("rewards, groups", "return rewards.tolist()", "it returned"),
     "four": ("a, b, c, d", "return a", "raised TypeError"),
+    "of answers, drawn": (
+        "rewards, groups",
+        "import torch; return rewards * torch.rand(len(rewards))",
+        "not draw random numbers",
+    ),
 }
 
 
@@ -272,6 +277,7 @@ def test_a_loss_of_a_file_finds_the_old_log_probs_in_its_batch(file):
 
 WRONG_LOSSES = {
     "one value": ("return -logprobs", "must return .*loss"),
+    "an entropy that no step has": ("return batch.old_entropy * logprobs, {}", "TypeError"),
     "a mean": ("return (-logprobs * batch.advantages).mean(), {}", r"its loss must be a tensor"),
     "a text": ("return -logprobs, {'x': 'y'}", "x must be a tensor"),
     "a list": ("return -logprobs, [1]", "its metrics are"),

@@ -496,6 +496,15 @@ def test_references_of_later_steps_are_not_of_a_resumed_run(tmp_path):
     assert left == ["step-3", "step-6"]
 
 
+def test_a_reference_that_a_checkpoint_knows_must_be_there(tmp_path):
+    assert finding.newest_reference(tmp_path, 5) is None
+    for n in (3, 6):
+        (tmp_path / f"references/step-{n}").mkdir(parents=True)
+    assert finding.newest_reference(tmp_path, 5, 3).name == "step-3"
+    with pytest.raises(UserError, match="references/step-4, to which the KL was taken, is missing"):
+        finding.newest_reference(tmp_path, 5, 4)
+
+
 def test_references_between_a_kept_checkpoint_and_the_newest_are_dropped(tmp_path):
     """The one that scored best may be from long ago."""
     for n in (2, 20):

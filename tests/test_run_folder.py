@@ -882,6 +882,16 @@ def test_the_best_checkpoint_is_of_one_measure(tmp_path, capsys, cls, name, valu
     assert (err == "") == stays and said in err
 
 
+def test_the_best_checkpoint_is_of_the_same_held_out_rows(tmp_path, capsys):
+    cfg = begun(tmp_path, SFTConfig)
+    best = tmp_path / "checkpoints/best.json"
+    best.parent.mkdir()
+    best.write_text("{}")
+    assert not run_folder.forget_best(cfg) and best.exists()
+    assert run_folder.forget_best(cfg, other_rows=True) and not best.exists()
+    assert "what is held out decides the scores of evaluations" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "value", "stay"), [("reward.function", "new", False), ("policy.lr", 1e-4, True)]
 )
@@ -920,6 +930,35 @@ def test_another_program_does_not_resume(tmp_path, cls):
     begun(tmp_path, RLConfig)
     with pytest.raises(UserError, match=r"is a run of minirl.rl, and this is minirl.(sft|rm|dpo)"):
         run_folder.compare_settings(cls(output=str(tmp_path), resume=True))
+
+
+def test_checkpoints_without_settings_are_not_resumed(tmp_path):
+    cfg = SFTConfig(output=str(tmp_path), resume=True)
+    inputs.check_steps_left(cfg, 4)
+    (tmp_path / "checkpoints/step-2").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds checkpoints and no config.yaml"):
+        inputs.check_steps_left(cfg, 4)
+    (tmp_path / "config.yaml").write_text("")
+    inputs.check_steps_left(cfg, 4)
+
+
+def test_a_link_to_a_disk_that_is_gone_is_no_empty_folder(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="checkpoints is not a folder, and checkpoints belong"):
+        finding.finished(tmp_path)
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_again(tmp_path):
+    summary = tmp_path / "summary.json"
+    for ended, is_refused in (("running", False), ("stopped", False), ("finished", True)):
+        summary.write_text(json.dumps({"state": ended}))
+        if is_refused:
+            with pytest.raises(UserError, match="has ended and left no checkpoint"):
+                inputs._refuse_other_run(tmp_path, resume=True)
+        else:
+            inputs._refuse_other_run(tmp_path, resume=True)
+    (tmp_path / "checkpoints/step-2").mkdir(parents=True)
+    inputs._refuse_other_run(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("content", [b"seed: [", b"unknown: 1", b"- 1", b"seed: seven"])

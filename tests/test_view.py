@@ -361,6 +361,42 @@ def test_a_table_is_read_again_after_a_poll_while_a_resumed_run_drops_steps(tmp_
     assert table.steps() == [0] and set(table.rows["step"].tolist()) == {0}
 
 
+def test_what_the_list_shows_of_a_chat_is_found(tmp_path):
+    folder = dumped.make_run(tmp_path / "run", num_steps=1) / "rollouts"
+    path = index.part_of(folder, 0, 0).lines
+    shutil.rmtree(folder)
+    folder.mkdir()
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    prompt = [{"role": "user", "content": "ab \u00e4"}, {"role": "assistant", "tool_calls": [call]}]
+    info = {"prompt": prompt, "completion": "x", "error": "", "stopped": True}
+    record = {"tokens": [5], "sampled": [1], "reward": 0.0, "info": info}
+    record |= {"group": 0, "episode": 0, "segment": 0}
+    path.write_text(json.dumps(record) + "\n")
+    table = Table(folder)
+    table.refresh()
+    for text in ("user: ab", "\u00e4", 'assistant: {"name": "add"', '"a": 1'):
+        assert len(table.select(trajectories.Query(search=text))) == 1, text
+    assert not len(table.select(trajectories.Query(search="user: x")))
+
+
+def test_a_table_that_was_cut_is_named(tmp_path):
+    folder = dumped.make_run(tmp_path / "run", num_steps=1) / "rollouts"
+    path = index.part_of(folder, 0, 0).table
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=f"{path} is damaged .*; copy it again"):
+        Table(folder).refresh()
+
+
+def test_runs_of_one_name_are_told_apart_and_a_folder_is_no_export(tmp_path, capsys):
+    one = dumped.make_run(tmp_path / "a/out", num_steps=1)
+    other = dumped.make_run(tmp_path / "b/out", num_steps=1)
+    assert main([str(one), str(other), "--export", str(tmp_path)]) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err
+    assert main([str(one), str(other), "--export", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text().replace('": "', '":"')
+    assert f'"name":"{one}"' in page and f'"name":"{other}"' in page
+
+
 def test_a_run_that_was_killed_does_not_run(run, tmp_path):
     copy = tmp_path / "killed"
     shutil.copytree(run, copy)

@@ -234,6 +234,16 @@ def test_wandb_offline_goes_on_under_its_id(tmp_path, monkeypatch):
     assert any("a <b>" in text for text in texts)
 
 
+def test_wandb_keeps_the_rows_of_a_run_that_fails(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = Wandb(LogConfig(wandb="mine"), tmp_path, {})
+    tracker.log("rl", 7, {"reward": 0.5})
+    tracker.fail()
+    data = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
+    assert b"rl/reward" in data
+
+
 def test_wandb_without_a_login_is_one_message(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     failing = mock.Mock(side_effect=wandb.errors.UsageError("api_key not configured"))

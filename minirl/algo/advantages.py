@@ -165,9 +165,10 @@ def find(name: str) -> Estimator:
 
 
 def need_old_logprobs(cfg: AlgoConfig, estimator: Estimator) -> bool:
-    """Return whether advantages are made of the policy's log-probs before the step."""
+    """Return whether a step needs the policy's log-probs and entropy before its first update."""
+    are_read = cfg.entropy_share > 0 or (estimator.by_token and estimator.reads_old_logprobs)
     kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in == "reward"
-    return kl_in_reward or (estimator.by_token and estimator.reads_old_logprobs)
+    return cfg.num_epochs * cfg.updates_per_step > 1 or are_read or kl_in_reward
 
 
 def assign(

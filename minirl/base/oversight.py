@@ -42,6 +42,7 @@ class Oversight:
             engine has given back.
         finish_writing: waits a while for a checkpoint in the background, before the run ends.
         record_end: notes in the run's folder how it ends: state, reason. On one rank.
+        close_logs: sends what is logged and not yet sent, of a run that fails.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class Oversight:
         self.unmapped_bytes: Callable[[], int] = lambda: 0
         self.finish_writing: Callable[[], None] = lambda: None
         self.record_end: Callable[[str, str], None] = lambda state, reason: None
+        self.close_logs: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def limit(self, seconds: float, describe: Callable[[], str]) -> Iterator[Limit]:

@@ -104,7 +104,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     if policy.model == "scratch":
         source = run / "scratch"
     else:
-        source = build.find_folder(policy.model, "policy.model")
+        source = build.find_folder(policy.model, f"{run / 'config.yaml'}: policy.model")
     kind = "adapter" if cfg.adapter else "model"
     output = Path(cfg.output or run / f"{kind}-{checkpoint.name}")
     with errors_of_all(mesh):  # when it ends all ranks have looked

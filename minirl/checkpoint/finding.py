@@ -6,6 +6,7 @@ later are noticed before anything is read. Other damage is noticed by who reads 
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
     """
     folder = run / kind
     require(
-        folder.is_dir() or not folder.exists(),
+        folder.is_dir() or not os.path.lexists(folder),
         f"{folder} is not a folder, and {kind} belong there; remove it, or name another output "
         "folder",
     )
@@ -172,11 +173,25 @@ def drop_later_references(run: Path, step: int) -> None:
             remove(path)
 
 
-def newest_reference(run: Path, step: int) -> Path | None:
-    """Return the newest reference that is not newer than a step, if there is one."""
+def newest_reference(run: Path, step: int, known: int = 0) -> Path | None:
+    """Return the newest reference that is not newer than a step, if there is one.
+
+    Args:
+        run: the folder of a run.
+        step: the step that begins.
+        known: step of the reference that was the newest when a checkpoint was written; 0: none was.
+
+    Raises:
+        UserError: that one, or what has come in its place, is not there.
+    """
     references = finished(run, "references")
-    numbers = [number for number in references if number <= step]
-    return references[max(numbers)] if numbers else None
+    newest = max((number for number in references if number <= step), default=0)
+    require(
+        newest >= known,
+        f"resume: {run}/references/step-{known}, to which the KL was taken, is missing; put it "
+        "back, or begin again in another output folder",
+    )
+    return references[newest] if newest else None
 
 
 def read_best(run: Path) -> dict | None:

@@ -194,21 +194,31 @@ def head_of(cls: type) -> str:
     return f"# Settings of a run of {program_of(cls)}.\n"
 
 
-def forget_best(cfg: TrainingConfig) -> None:
-    """Let no checkpoint be the best of a resumed run, if another setting decided the scores."""
-    best = Path(cfg.output) / "checkpoints/best.json"
+def forget_best(cfg: TrainingConfig, *, other_rows: bool = False) -> bool:
+    """Let no checkpoint be the best of a resumed run, if something else decided the scores.
+
+    Args:
+        cfg: the settings of the resumed run.
+        other_rows: other rows are held out than before.
+
+    Returns:
+        Whether it did, so that scores of before compare with no later ones.
+    """
+    changed = ["what is held out"] if other_rows else []
     config = Path(cfg.output) / "config.yaml"
-    if not (best.exists() and config.exists()):
-        return
-    patterns = EVALUATIONS if isinstance(cfg, RLConfig) else ("algo.*",)
-    before = _chosen(load_config(type(cfg), str(config)), patterns)
-    changed = [name for name, value in _chosen(cfg, patterns).items() if before.get(name) != value]
-    if changed:
+    if config.exists():
+        patterns = EVALUATIONS if isinstance(cfg, RLConfig) else ("algo.*",)
+        before = _chosen(load_config(type(cfg), str(config)), patterns)
+        now = _chosen(cfg, patterns)
+        changed += [name for name, value in now.items() if before.get(name) != value]
+    best = Path(cfg.output) / "checkpoints/best.json"
+    if changed and best.exists():
         best.unlink()
         say(
             f"{', '.join(changed)} decides the scores of evaluations and has changed: no "
             "checkpoint counts as the best until the next is scored"
         )
+    return bool(changed)
 
 
 def fingerprint(cfg: TrainingConfig, patterns: Iterable[str]) -> str:

@@ -293,6 +293,11 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
                 hint = f"in a file, a setting with a dot is written {outer}: {{{inner}: ...}}"
             raise UserError(f"{where}unknown setting {prefix}{key}; {hint}")
         names.append(str(key))
+        require(
+            key in values,
+            f"{where}{'.'.join(names)} has no default and is not set there; give it a default in "
+            f"{cls.__name__}",
+        )
         cls = hints[key]
         values = values[key]
     setting = ".".join(names) or "the file"

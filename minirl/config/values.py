@@ -8,6 +8,7 @@ flags, and in `NAME?option=value`.
 import datetime
 import json
 import re
+from pathlib import PurePath
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
@@ -76,6 +77,10 @@ yaml.add_implicit_resolver(
     list("-+0123456789"),
     Loader=_Loader,
     Dumper=_Dumper,
+)
+# Of settings of a user's own config.
+yaml.add_multi_representer(
+    PurePath, lambda dumper, path: dumper.represent_str(str(path)), Dumper=_Dumper
 )
 
 # What the library raises for a text, and for values that their tags do not allow (a 13th month, a

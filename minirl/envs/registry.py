@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from minirl.base.errors import UserError, require
 from minirl.config.lookup import find_function, line_of
@@ -38,6 +38,7 @@ def make_env(name: str) -> EnvMaker:
     """
     place, _, query = name.partition("?")
     shipped, _, argument = place.partition(":")
+    method = "constructor"
     try:
         options = read_options(query)
         if shipped in ENVS:
@@ -46,6 +47,10 @@ def make_env(name: str) -> EnvMaker:
         else:
             make = partial(find_function("env.name", place, dict.fromkeys(ENVS, Env)), **options)
         env = make()
+        method = "close"
+        # An environment may make it an ordinary function.
+        if isinstance(env, Env) and not inspect.iscoroutinefunction(env.close):
+            cast(Callable, env.close)()
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -53,15 +58,12 @@ def make_env(name: str) -> EnvMaker:
     # The user's code may raise anything.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         problem = f"{type(error).__name__}: {error}{line_of(error)}"
-        raise UserError(f"env.name = {name}: its constructor raised {problem}") from error
+        raise UserError(f"env.name = {name}: its {method} raised {problem}") from error
     require(
         isinstance(env, Env),
         f"env.name = {name} makes {type(env).__name__}, which is neither an Env nor an Agent "
         "(minirl.envs)",
     )
-    close: Callable = env.close  # an environment may make it an ordinary function
-    if not inspect.iscoroutinefunction(close):
-        close()
     return EnvMaker(make, env)
 
 

@@ -14,12 +14,14 @@ group, episode and segment.
 """
 
 import re
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from minirl.base.errors import UserError
 from minirl.base.files import replacing
 
 SAMPLED = np.dtype(
@@ -103,7 +105,11 @@ def write_tables(part: Part, sampled: np.ndarray, trained: np.ndarray, values: n
 
 
 def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return `sampled` and `trained` of a part; None: the step is unfinished, or has no tables."""
+    """Return `sampled` and `trained` of a part; None: the step is unfinished, or has no tables.
+
+    Raises:
+        UserError: the file was cut, as by a copy that did not end.
+    """
     try:
         with np.load(part.table, allow_pickle=False) as tables:
             # By name: tables of older runs have a column more.
@@ -111,6 +117,8 @@ def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
             return sampled.astype(SAMPLED), tables["trained"].astype(TRAINED)
     except FileNotFoundError:
         return None
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise UserError(f"{part.table} is damaged ({error}); copy it again") from error
 
 
 def read_values(part: Part, start: int, num_tokens: int) -> np.ndarray:

@@ -28,7 +28,7 @@ from minirl.base.files import (
 )
 from minirl.base.log import say
 from minirl.base.oversight import Oversight
-from minirl.base.reading import is_file, read_text
+from minirl.base.reading import is_file, read_json, read_text
 from minirl.checkpoint import run_folder
 from minirl.checkpoint.finding import Unreadable, finished
 from minirl.checkpoint.state import read_description
@@ -82,6 +82,7 @@ from minirl.rewards.scoring import Rewards
 from minirl.rollout import index, records
 from minirl.run import user_algorithms
 from minirl.run.metrics import Progress
+from minirl.run.results import FINISHED
 
 # Marks that a row of prompts gets while it is read.
 UNGRADED = 1  # A reward function cannot grade it.
@@ -444,7 +445,8 @@ def _has_critic(run: Path) -> bool:
 def check_steps_left(cfg: TrainingConfig, num_steps: int) -> None:
     """Refuse to resume a run that already has more steps than `num_steps`, the run's.
 
-    Its newest weights would be evaluated and exported as those of an earlier step.
+    Its newest weights would be evaluated and exported as those of an earlier step. Checkpoints
+    whose settings nobody knows are refused, too.
 
     Raises:
         UserError: on all ranks, which see the same checkpoints.
@@ -455,6 +457,11 @@ def check_steps_left(cfg: TrainingConfig, num_steps: int) -> None:
         f"resume: the newest checkpoint of {cfg.output} is of step {newest}, and num_steps (or "
         f"num_epochs) ends the run at step {num_steps}; raise it, or remove the checkpoints after "
         f"step {num_steps} to resume from an earlier one",
+    )
+    require(
+        not cfg.resume or not newest or is_file(Path(cfg.output) / "config.yaml"),
+        f"resume: {cfg.output} holds checkpoints and no config.yaml, by which their settings are "
+        "known; bring it there, too",
     )
 
 
@@ -488,18 +495,25 @@ def check_same_rows(
     with errors_of_all(mesh):
         before = _newest_progress(Path(cfg.output)) if cfg.resume and mesh.rank == 0 else None
         if before and before.rows not in ("", rows):  # Empty: older than these hashes.
-            text = f"other data than before ({before.data}): its rows come in another order"
-            require(
-                not by_outcomes or not before.outcomes,
-                f"resume: {text}, and rollout.curriculum_floor > 0 draws them by the outcomes of "
-                "the old ones; resume with the same data, or set it to 0",
-            )
-            if not cfg.data.eval and before.rows.split()[1:] != rows.split()[1:]:
-                text += (
-                    ", and other ones are held out, which may have been trained on; write the old "
-                    "held-out rows into a file and name it by data.eval"
+            train_before, held_out_before = before.rows.split()
+            train_now, held_out_now = rows.split()
+            text = f"other data than before ({before.data})"
+            effects = []
+            if train_before != train_now:
+                effects.append("its rows come in another order")
+                require(
+                    not by_outcomes or not before.outcomes,
+                    f"resume: {text}, and rollout.curriculum_floor > 0 draws its rows by the "
+                    "outcomes of the old ones; resume with the same data, or set it to 0",
                 )
-            say(text)
+            if held_out_before != held_out_now:
+                effects.append("other ones are held out")
+                if not cfg.data.eval:
+                    effects[-1] += (
+                        ", which may have been trained on; write the old held-out rows into a file "
+                        "and name it by data.eval"
+                    )
+            say(f"{text}: {', and '.join(effects)}")
     return rows
 
 
@@ -528,6 +542,15 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
     if not os.path.lexists(output):
         return
     require(os.path.isdir(output), f"output = {output} is no folder; choose another one")
+    summary = output / "summary.json"
+    if resume and is_file(summary) and not finished(output):
+        result: Any = read_json(summary, "resume:")
+        require(
+            not isinstance(result, dict) or result.get("state") != FINISHED,
+            f"resume: the run in {output} has ended and left no checkpoint (checkpoint.every = 0), "
+            "so that it would begin again; to train its model further, set policy.model "
+            f"{output}/model and another output folder",
+        )
     if resume:
         return
     try:

@@ -40,9 +40,8 @@ class Log:
         self.rank = rank
         self.bar = tqdm(disable=True)
         self.has_terminal = sys.stderr.isatty()
-        self.wandb: Wandb | None = None
+        self.wandb = open_wandb() if open_wandb and rank == 0 else None
         if rank == 0:
-            self.wandb = open_wandb() if open_wandb else None
             # Imported here, because it is slow and only this rank needs it.
             from torch.utils.tensorboard import SummaryWriter
 

@@ -160,6 +160,7 @@ class Progress:
     outcomes: str = ""  # Outcomes of prompts in past steps, as a curriculum saves them.
     data: str = ""  # The data in a few words.
     rows: str = ""  # What stands for the rows to train on and, after a space, the held-out ones.
+    reference: int = 0  # The step of the newest refreshed reference; 0: there was none.
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         """Add seconds by phase, and tokens by kind."""

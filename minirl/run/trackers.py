@@ -69,3 +69,7 @@ class Wandb:
     def close(self) -> None:
         """Send what is left, and end."""
         self.run.finish()
+
+    def fail(self) -> None:
+        """Send what is left of a run that fails, and end."""
+        self.run.finish(exit_code=1)

@@ -71,6 +71,9 @@ class TrainingRun:
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
         self.forget_other_rewards()
+        held_out_before = self.progress.rows.split()[1:]
+        other_rows = held_out_before not in ([], row_hashes.split()[1:])
+        other_scores = False
 
         self.results: results.Results | None = None  # On rank 0.
         wandb: Wandb | None = None
@@ -80,14 +83,17 @@ class TrainingRun:
             finding.drop_partial(self.output / "references")
             if cfg.log.wandb:  # First, because it may be refused.
                 wandb = Wandb(cfg.log, self.output, dataclasses.asdict(cfg))
+                mesh.watch.close_logs = wandb.fail
             # Write the config; drop what the run will write again.
-            run_folder.forget_best(cfg)
+            other_scores = run_folder.forget_best(cfg, other_rows=other_rows)
             text = run_folder.head_of(type(cfg)) + to_yaml(dataclasses.asdict(cfg))
             write_whole(self.output / "config.yaml", text)
             records.drop_steps(self.output / "rollouts", self.first_step)
             finding.drop_later_references(self.output, self.first_step)
             resumed = self.resumed_from is not None
             self.results = results.Results(self.output, self.first_step, resumed=resumed)
+        if mesh.broadcast(other_scores, 0):
+            self.progress.evaluations = {}
         mesh.watch.record_end = functools.partial(results.record_end, self.output)
         self.meter = Meter(policy, self.progress)
         self.num_steps = 0  # Of the whole run; 0 before `begin`.
@@ -266,6 +272,7 @@ class TrainingRun:
         self.wait_for_export()  # a run resumed from this checkpoint may need it
         with self.timer.phase("checkpoint"):
             self.progress.outcomes = self.outcomes()
+            self.progress.reference = max(finding.finished(self.output, "references"), default=0)
             return self.saver.save(num_steps, dataclasses.asdict(self.progress))
 
     def stop(self, num_steps: int) -> None:

@@ -19,9 +19,10 @@ from minirl.algo.normalize import to_rows
 from minirl.base.errors import UserError, require
 from minirl.base.oversight import Oversight
 from minirl.batch.packing import pack
+from minirl.checkpoint.state import random_states
 from minirl.config.lookup import line_of
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.types.packed import Packed, Trajectory
+from minirl.types.packed import UNSET, Packed, Trajectory
 
 # Metrics of a step that a loss has none of.
 TAKEN = {"loss", "grad_norm", "lr", "skipped_updates", "mismatch", "mismatch_max", "ref_kl"}
@@ -105,7 +106,13 @@ def check_methods(cfg: RLConfig, watch: Oversight) -> Estimator:
         in_loss = (batch.sequences.loss_tokens > 0).cpu()
         groups = torch.tensor([group for group, _, _ in batch.sequences.ids])
         rewards, groups = batch.sequences.rewards.cpu()[in_loss], groups[in_loss]
+        before = random_states()
         estimates = estimator(rewards, groups)
+        require(
+            random_states() == before,
+            f"algo.advantage = {name} must not draw random numbers, which differ from rank to rank "
+            "as the advantages would; draw them from a generator that it makes and seeds itself",
+        )
         # As in a step with a group of equal rewards that has lost an answer.
         with_equal = torch.cat([rewards, rewards.new_full([min(samples, 2)], 0.5)])
         estimator(with_equal, torch.cat([groups, groups.new_full([min(samples, 2)], 2)]))
@@ -212,13 +219,16 @@ def check_loss(cfg: AlgoConfig) -> None:
     far = make()
     far.old_logprobs = far.old_logprobs - 3
     alone = [make(groups=[group]) for group in range(len(REWARDS))]
+    has_old = advantages.need_old_logprobs(cfg, advantages.find(cfg.advantage))
     results = []
     for trial in (batch, far, *alone):
         given = (logprobs, entropy)
         if trial is not batch:
             given = (trial.engine_logprobs, trial.old_entropy)
+        # As a step has it: log-probs before an update are always there for a loss.
+        shown = trial if has_old else replace(trial, old_entropy=UNSET)
         try:
-            loss, metrics = user_loss(trial, *given, cfg)
+            loss, metrics = user_loss(shown, *given, cfg)
         # The user's code may raise anything.
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             problem = f"{type(error).__name__}: {error}{line_of(error)}"

@@ -14,6 +14,7 @@ import dataclasses
 import faulthandler
 import gc
 import os
+import random
 import shutil
 import signal
 import time
@@ -24,6 +25,7 @@ from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -81,6 +83,7 @@ def run(
             check_gpus()
         check_same(settings(cfg), world)
         check_files(cfg, world)
+        seed_generators(settings(cfg).get("seed", 0), world.rank)
         parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
         called(cfg, arrange(world, parallel, timeout))
         watch.end()
@@ -100,6 +103,14 @@ def settings(cfg: Any) -> dict[str, object]:
     """Return the settings that all machines must have alike, by `section.name`."""
     settings = flatten(dataclasses.asdict(cfg))
     return {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
+
+
+def seed_generators(seed: Any, rank: int) -> None:
+    """Seed all generators that a user's code may draw from, on each rank by another number."""
+    numbers = np.random.SeedSequence([seed, rank]).generate_state(3).tolist()
+    random.seed(numbers[0])
+    np.random.seed(numbers[1])
+    torch.manual_seed(numbers[2])
 
 
 def check_files(cfg: Any, world: World) -> None:

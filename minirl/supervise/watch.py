@@ -227,9 +227,7 @@ class Watch(Oversight):
 
     def _record(self, state: str, reason: str) -> None:
         """Note how the run ends, if the file system lets us in time."""
-        recorder = threading.Thread(target=self.record_end, args=(state, reason), daemon=True)
-        recorder.start()
-        recorder.join(SECONDS_TO_RECORD)
+        _in_time(lambda: self.record_end(state, reason))
 
     def _set_first(self, key: str, value: str) -> str:
         """Return what the first rank has set a key to; without a store, `value`."""
@@ -263,6 +261,7 @@ class Watch(Oversight):
             code: the exit code of this rank. Another rank's reason has another one.
             is_first: this rank has said why the run ends.
         """
+        _in_time(self.close_logs)
         store = self._store
         if store is None:
             leave(code)
@@ -384,6 +383,13 @@ def _end_children() -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(process) == os.getsid(0):
                 os.kill(process, signal.SIGKILL)
+
+
+def _in_time(act: Callable[[], None]) -> None:
+    """Do something, and wait for it as long as the record of an end may take."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_RECORD)
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:

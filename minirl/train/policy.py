@@ -330,7 +330,8 @@ class Policy:
                     collected[name].append(F.pad(in_loss, (0, 1), value=-math.inf).amax())
                 else:
                     collected[name].append(in_loss.sum())
-        sums = {name: _combined(name, values) for name, values in collected.items()}
+        # All ranks add them up in one order, whatever order a user's loss has them in.
+        sums = {name: _combined(name, collected[name]) for name in sorted(collected)}
         return Sums(sums, denominator, num_units)
 
     def _reduce_metrics(self, sums: dict[str, Tensor], num_units: float) -> Metrics:
@@ -341,12 +342,9 @@ class Policy:
         maxima = self.mesh.maxima(local_values).tolist()
         metrics = {}
         for name, total, maximum in zip(sums, totals, maxima, strict=True):
-            if name == "grad_norm" or name.endswith("_max"):
-                metrics[name] = maximum  # every rank has the same norm
-            elif name == "loss":
-                metrics[name] = total  # divided by its denominator before
-            else:
-                metrics[name] = total / max(1.0, num_units)
+            is_maximum = name == "grad_norm" or name.endswith("_max")  # Each rank has the norm.
+            divisor = 1.0 if name == "loss" else max(1.0, num_units)  # The loss is divided already.
+            metrics[name] = maximum if is_maximum else total / divisor
         return metrics
 
     def shards(self) -> dict[str, Tensor]:

@@ -34,7 +34,15 @@ def main(argv: list[str]) -> int:
             not flags.export or Path(flags.export).resolve().parent.is_dir(),
             f"--export {flags.export}: there is no such folder",
         )
+        require(
+            not flags.export or not Path(flags.export).is_dir(),
+            f"--export {flags.export} is a folder; name a file",
+        )
         runs = [Run(Path(path)) for path in flags.runs]
+        names = [run.name for run in runs]
+        for run in runs:
+            if names.count(run.name) > 1:  # They are told apart by their folders.
+                run.name = str(run.path)
         if flags.export:
             num_exported, num_groups = export(runs, Path(flags.export), flags.share)
             print(

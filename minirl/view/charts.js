@@ -146,8 +146,9 @@ function pileChart(title, rows, names, colourOf) {
   const tops = names.map((_, n) => bins.map(({ parts }) => names.slice(0, n + 1).reduce((sum, name) => sum + (parts[name] || 0), 0)));
   const bars = uPlot.paths.bars({ size: [0.84, 60] });
   const read = (place) => {
-    const { step, parts } = bins[place ?? bins.length - 1];
-    return `step ${step}: ${names.filter((name) => parts[name]).map((name) => `${name} ${shortNumber(parts[name])}`).join(" · ")}`;
+    const { step, last, parts } = bins[place ?? bins.length - 1];
+    const title = step === last ? `step ${step}` : `steps ${step} to ${last}, means`;
+    return `${title}: ${names.filter((name) => parts[name]).map((name) => `${name} ${shortNumber(parts[name])}`).join(" · ")}`;
   };
   // The highest ones first: each covers the lower part of the one before.
   const series = names.map((name) => ({ paths: bars, fill: colourOf(name), points: { show: false } })).reverse();
@@ -171,7 +172,7 @@ function binned(rows, most) {
     for (const row of part) {
       for (const [name, value] of Object.entries(row.parts)) parts[name] = (parts[name] || 0) + value / part.length;
     }
-    bins.push({ step: part[0].step, parts });
+    bins.push({ step: part[0].step, last: part.at(-1).step, parts });
   }
   return bins;
 }

@@ -86,6 +86,7 @@ class Run:
             "give what the run had as --output",
         )
         self.path = path
+        self.name = path.resolve().name
         self.table = Table(path / "rollouts")
 
     def describe(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class Run:
             state = KILLED
         self.table.refresh()
         return {
-            "name": self.path.resolve().name,
+            "name": self.name,
             "folder": str(self.path),
             "state": state,
             "reason": summary.pop("reason", ""),

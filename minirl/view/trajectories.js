@@ -93,7 +93,7 @@ function tokensOf(t, kind, range, most) {
       box.append(make("p", {}, more));
       return box;
     }
-    const token = make("span", { class: "token", title: tokenTitle(t, i) }, t.texts[i]);
+    const token = make("span", { class: "token", title: tokenTitle(t, i) }, withMarks(t.texts[i]));
     const value = t.values[kind][i];
     if (value !== null && range) token.style.backgroundColor = colourOf(kind, value, range);
     box.append(token);
@@ -117,6 +117,11 @@ function factsOf(t) {
 function rowTable(row) {
   return make("table", {}, ...Object.entries(row).map(([name, value]) =>
     make("tr", {}, make("td", { class: "soft" }, name), make("td", {}, make("pre", {}, value)))));
+}
+
+/** Return a text in which characters that turn the direction of what follows are written out. */
+function withMarks(text) {
+  return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (mark) => `[U+${mark.charCodeAt(0).toString(16).toUpperCase()}]`);
 }
 
 /**

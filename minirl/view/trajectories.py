@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,7 +140,9 @@ class Table:
         All lines are read, but most are sorted out without being parsed. Case does not count (but
         for letters beyond ASCII). What was found is kept for the files as they are by their mark.
         """
-        as_written = json.dumps(text)[1:-1].lower().encode()
+        # Roles and calls are not written in a line as they are shown; each word of them is.
+        word = max(re.split(r'[\s":{}\\,]+', text), key=len)
+        as_written = json.dumps(word)[1:-1].lower().encode()
         rows = self.by_step[step]
         has = np.zeros(len(rows), bool)
         for rank in np.unique(rows["rank"]):

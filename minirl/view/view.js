@@ -81,6 +81,7 @@ const state = {
   missing: "", // Why there is none.
   kind: "advantage",
   hasHistograms: true,
+  evaluated: null, // Step of the newest evaluation of the run.
 };
 const main = document.getElementById("main");
 
@@ -135,7 +136,7 @@ function addRow(known, row) {
   for (const [name, value] of Object.entries(row)) {
     if (name === "phase" || name === "step" || typeof value !== "number") continue;
     (known.lines[`${row.phase}/${name}`] ||= []).push([row.step, value]);
-    if (name.startsWith("time/") && !/^time\/(step|idle_.*)$/.test(name)) parts[name.slice(5)] = value;
+    if (name.startsWith("time/") && !/^time\/(step|idle_(min|median|max_rank))$/.test(name)) parts[name.slice(5)] = value;
   }
   if (Object.keys(parts).length) known.times.push({ step: row.step, parts });
 }
@@ -292,7 +293,7 @@ async function drawTime() {
 async function drawTrajectories() {
   const { num_trajectories, num_groups } = state.runs[state.run];
   if (!num_trajectories) {
-    return [make("div", { class: "bar" }, runChoice()), make("p", {}, "This run has no trajectories: start it with --rollout.dump.")];
+    return [make("div", { class: "bar" }, runChoice()), make("p", {}, "This run has no trajectories: RL leaves them, if it is started with --rollout.dump.")];
   }
   state.listed = await source.groups(state.run, state.query);
   await openPlace();
@@ -342,7 +343,7 @@ function filterBar() {
   const ascending = option("least first", "ascending", state.query.ascending === "1", (isOn) => changeQuery({ ascending: isOn ? "1" : "0" }));
   const [first, last] = ["first", "last"].map((name) => {
     const input = make("input", { type: "number", min: 0, id: name, value: state.query[name], placeholder: name });
-    input.addEventListener("change", () => changeQuery({ [name]: input.value }));
+    input.addEventListener("change", () => changeQuery({ [name]: Number.isNaN(input.valueAsNumber) ? "" : Math.trunc(input.valueAsNumber) }));
     return input;
   });
   const search = make("input", { type: "search", id: "text", value: state.query.search, placeholder: "in prompts and answers" });
@@ -463,12 +464,15 @@ async function update() {
     connection.textContent = `no answer (${error.message}); trying again`;
     return;
   }
+  const evaluated = state.runs[state.run].summary.held_out_step;
+  const isEvaluated = evaluated !== state.evaluated;
+  state.evaluated = evaluated;
   drawFrame();
   const charts = document.querySelector(".columns .charts");
   const isNew = state.numNames !== metricNames().length;
   if (state.tab === "curves" && charts && !isNew) drawCharts(charts);
   else if (state.tab === "trajectories") await updateTrajectories();
-  else if (state.tab !== "answers" && state.tab !== "settings") await draw();
+  else if (state.tab === "answers" ? isEvaluated : state.tab !== "settings") await draw();
 }
 
 async function start() {

@@ -21,6 +21,7 @@ from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import LoraConfig, PolicyConfig
 from minirl.model.adapters.lora import FUSED, is_adapter, weight_of
 from minirl.model.causal import trained
+from minirl.model.loading import hash_of_weights, weight_files
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import local_region, view_of
 from minirl.parallel.tensor import LORA_A, LORA_B
@@ -248,6 +249,14 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
         )
     parts = trained(model)
     place = f"{setting} = {folder}"
+    base = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+    is_here = bool(base) and bool(weight_files(Path(base)))
+    adapters: Any = model.adapters
+    require(
+        not is_here or hash_of_weights(Path(base)) == adapters.base,
+        f"{place} was trained on {base}, and policy.model has other weights; set policy.model to "
+        f"it (if it is the same in another form, change base_model_name_or_path in its {CONFIG})",
+    )
     with library_reads(f"{place}: {WEIGHTS}"):
         file = safe_open(folder / WEIGHTS, "pt")
     there = set(file.keys())
