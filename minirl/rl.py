@@ -183,9 +183,8 @@ class Trainer(BaseTrainer):
         with generation.awake():
             is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
             name = "before_rl" if step == 0 else None
-            if (
-                is_due and self.evaluate(generation, step, name) is False
-            ):  # Not None: an override's.
+            # By `is`: an evaluation of the user's that returns nothing is none that a signal ended.
+            if is_due and self.evaluate(generation, step, name) is False:
                 return None
             with self.timer.phase("rollout"):
                 if self.curriculum:
