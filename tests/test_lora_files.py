@@ -313,7 +313,10 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"config": {"init_lora_weights": "pissa"}}, "init_lora_weights is 'pissa' in its"),
         ({"config": {"alora_invocation_tokens": [5]}}, r"alora_invocation_tokens is \[5\] in its"),
         ({"config": {"peft_type": "IA3"}}, "peft_type is 'IA3' in its"),
-        ({"config": {"base_model_name_or_path": "OTHER"}}, "policy.model has other weights; set"),
+        (
+            {"config": {"base_model_name_or_path": "OTHER"}},
+            "and policy.model has other weights; set",
+        ),
         ({"weights": {NAME: torch.zeros(4, 9)}}, r"of another base: .* is \[4, 9\], and the model"),
         ({"weights": {NAME: torch.full((4, 128), torch.nan)}}, "has NaN or infinity; take another"),
         ({"weights": {"base_model.model.x.lora_A.weight": torch.zeros(1)}}, "has besides"),
@@ -326,6 +329,15 @@ def test_adapters_that_do_not_fit_the_model_are_refused(written, tmp_path, chang
     copy = damage(written, tmp_path / "copy", **change)
     with pytest.raises(RankFailed, match=says):
         ranks(1, start, written / "m", LoraConfig(rank=4, alpha=8, adapter=str(copy)))
+
+
+def test_a_base_that_cannot_be_read_is_not_compared(tmp_path):
+    base = tiny.make(tmp_path / "base")
+    assert files.hash_if_here(str(base))
+    index = {"weight_map": {"a": "gone.safetensors"}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    for named in (str(base), str(tmp_path / "none"), "Qwen/Qwen3-0.6B", "x" * 300, "", None, 5):
+        assert files.hash_if_here(named) == ""
 
 
 def test_folders_that_are_not_what_they_should_be_are_refused(written, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from harness import ranks
 from minirl.base.errors import UserError
 from minirl.config.shared import RewardConfig
-from minirl.rewards import http, loading, scoring
+from minirl.rewards import RewardCall, http, loading, scoring
 from minirl.run.metrics import breakdown
 from minirl.types.packed import Trajectory
 from programs import BEHIND_A_PROXY, fork, hold_port
@@ -81,6 +81,15 @@ def made(function, **cfg):
 
 # --------------------------------------------------------------------------------------------------
 # the protocol
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_not_finite_is_refused(value):
+    call = RewardCall()
+    call.log_metric("x", 1)
+    with pytest.raises(ValueError, match="its metric y is (nan|inf), and must be finite"):
+        call.log_metric("y", value)
+    assert call.metrics == {"x": [1.0]}
 
 
 def test_a_request_has_queries_prompts_and_labels(endpoint):

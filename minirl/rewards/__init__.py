@@ -34,8 +34,11 @@ class RewardCall:
     columns: dict[str, object] = field(default_factory=dict)  # Logged with the completion.
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep a number for the metrics of the step."""
-        self.metrics.setdefault(name, []).append(float(value))
+        """Keep a number for the metrics of the step. Raises ValueError if it is not finite."""
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"its metric {name} is {number}, and must be finite")
+        self.metrics.setdefault(name, []).append(number)
 
     def log_column(self, name: str, value: object) -> None:
         """Keep a value that the dump has with the completion."""

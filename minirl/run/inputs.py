@@ -547,9 +547,9 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
         result: Any = read_json(summary, "resume:")
         require(
             not isinstance(result, dict) or result.get("state") != FINISHED,
-            f"resume: the run in {output} has ended and left no checkpoint (checkpoint.every = 0), "
-            "so that it would begin again; to train its model further, set policy.model "
-            f"{output}/model and another output folder",
+            f"resume: the run in {output} has ended and left no checkpoint, so that it would begin "
+            f"again; to train its model further, set policy.model to {output}/model and another "
+            f"output folder; to begin again, remove {summary}",
         )
     if resume:
         return

@@ -323,9 +323,9 @@ class Packed:
     engine_logprobs: Tensor
     # float32 [T]: the part of the rewards that was given for the answers that end at the targets.
     turn_rewards: Tensor | None = None
-    # float [T] each, filled in by `Policy.annotate`: log-probs of the targets under the policy
-    # before the step and under the reference, the policy's entropy, and the critic's values of what
-    # stands before the targets.
+    # float [T] each, filled in by `Policy.annotate` where a step needs them: log-probs of the
+    # targets under the policy before the step and under the reference, the policy's entropy, and
+    # the critic's values of what stands before the targets.
     old_logprobs: Tensor = UNSET
     ref_logprobs: Tensor = UNSET
     old_entropy: Tensor = UNSET

@@ -5,6 +5,7 @@ of experts it has a wrapper each (`target_parameters`), one around the other: A 
 [experts * rank, in], B is [out, rank * experts], with the expert as the last of its two dimensions.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minirl.base.errors import require
+from minirl.base.errors import UserError, require
 from minirl.base.files import write_synced
 from minirl.base.reading import is_file, library_reads
 from minirl.config.policy import LoraConfig, PolicyConfig
@@ -224,6 +225,14 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
     )
 
 
+def hash_if_here(base: Any) -> str:
+    """Return what stands for the weights of a folder; empty: it is none, or cannot be read."""
+    with contextlib.suppress(OSError, UserError):
+        if isinstance(base, str) and base and weight_files(Path(base)):
+            return hash_of_weights(Path(base))
+    return ""
+
+
 @torch.no_grad()
 def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
     """Fill this rank's shards of the adapters, and of what is trained whole, from PEFT's file.
@@ -239,9 +248,9 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
     """
     folder = Path(cfg.adapter)
     found = read_settings(folder, setting)
+    section = setting.rpartition(".")[0]
     for name in ("rank", "alpha", "use_rslora"):
         there, here = vars(found)[name], vars(cfg)[name]
-        section = setting.rpartition(".")[0]
         require(
             there == here,
             f"{setting} = {folder} has {name} {there}, and {section}.{name} is {here}; set "
@@ -250,12 +259,12 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
     parts = trained(model)
     place = f"{setting} = {folder}"
     base = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
-    is_here = bool(base) and bool(weight_files(Path(base)))
+    model_setting = f"{setting.partition('.')[0]}.model"
     adapters: Any = model.adapters
     require(
-        not is_here or hash_of_weights(Path(base)) == adapters.base,
-        f"{place} was trained on {base}, and policy.model has other weights; set policy.model to "
-        f"it (if it is the same in another form, change base_model_name_or_path in its {CONFIG})",
+        hash_if_here(base) in ("", adapters.base),
+        f"{place} was trained on {base}, and {model_setting} has other weights; set it to that (if "
+        f"it is the same in another form, change base_model_name_or_path in its {CONFIG})",
     )
     with library_reads(f"{place}: {WEIGHTS}"):
         file = safe_open(folder / WEIGHTS, "pt")
@@ -269,14 +278,14 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
         not missing and not extra,
         f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
         f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
-        "policy.model, policy.lora.targets and policy.lora.modules_to_save as it was trained",
+        f"{model_setting}, {section}.targets and {section}.modules_to_save as it was trained",
     )
     if embedding:
         whole = file.get_tensor(name_in_file(embedding))
         require(
             head in there and torch.equal(file.get_tensor(head), whole),
-            f"{place}: embedding and head were trained apart, and policy.model has one weight for "
-            "both; train the adapter with PEFT's ensure_weight_tying",
+            f"{place}: embedding and head were trained apart, and {model_setting} has one weight "
+            "for both; train the adapter with PEFT's ensure_weight_tying",
         )
     for name, p in parts.items():
         t = file.get_tensor(name_in_file(name))
@@ -284,7 +293,7 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
         require(
             list(t.shape) == expected,
             f"{place} is an adapter of another base: {name_in_file(name)} is {list(t.shape)}, "
-            f"and the model needs {expected}; set policy.model to its base",
+            f"and the model needs {expected}; set {model_setting} to its base",
         )
         require(
             bool(t.isfinite().all()),
