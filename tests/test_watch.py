@@ -239,7 +239,7 @@ def test_wandb_keeps_the_rows_of_a_run_that_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = Wandb(LogConfig(wandb="mine"), tmp_path, {})
     tracker.log("rl", 7, {"reward": 0.5})
-    tracker.fail()
+    tracker.close(1)
     data = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
     assert b"rl/reward" in data
 

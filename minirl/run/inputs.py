@@ -542,16 +542,16 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
     if not os.path.lexists(output):
         return
     require(os.path.isdir(output), f"output = {output} is no folder; choose another one")
-    summary = output / "summary.json"
-    if resume and is_file(summary) and not finished(output):
-        result: Any = read_json(summary, "resume:")
-        require(
-            not isinstance(result, dict) or result.get("state") != FINISHED,
-            f"resume: the run in {output} has ended and left no checkpoint, so that it would begin "
-            f"again; to train its model further, set policy.model to {output}/model and another "
-            f"output folder; to begin again, remove {summary}",
-        )
     if resume:
+        summary = output / "summary.json"
+        if is_file(summary) and not finished(output):
+            result: Any = read_json(summary, "resume:")
+            require(
+                not isinstance(result, dict) or result.get("state") != FINISHED,
+                f"resume: the run in {output} has ended and left no checkpoint, so that it would "
+                f"begin again; to train its model further, set policy.model to {output}/model and "
+                f"another output folder; to begin again, remove {summary}",
+            )
         return
     try:
         names = os.listdir(output)

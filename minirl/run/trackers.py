@@ -66,10 +66,6 @@ class Wandb:
         with path.open("a") as file:
             file.write(f"## step {step}\n\n{text}\n\n")
 
-    def close(self) -> None:
-        """Send what is left, and end."""
-        self.run.finish()
-
-    def fail(self) -> None:
-        """Send what is left of a run that fails, and end."""
-        self.run.finish(exit_code=1)
+    def close(self, exit_code: int = 0) -> None:
+        """Send what is left, and end; another code than 0 marks a run that has failed."""
+        self.run.finish(exit_code=exit_code)

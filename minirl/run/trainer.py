@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from minirl.base.errors import require
+from minirl.base.errors import CRASH, require
 from minirl.base.files import write_whole
 from minirl.base.log import Timer, say
 from minirl.checkpoint import finding, run_folder
@@ -83,7 +83,7 @@ class TrainingRun:
             finding.drop_partial(self.output / "references")
             if cfg.log.wandb:  # First, because it may be refused.
                 wandb = Wandb(cfg.log, self.output, dataclasses.asdict(cfg))
-                mesh.watch.close_logs = wandb.fail
+                mesh.watch.close_logs = functools.partial(wandb.close, CRASH)
             # Write the config; drop what the run will write again.
             other_scores = run_folder.forget_best(cfg, other_rows=other_rows)
             text = run_folder.head_of(type(cfg)) + to_yaml(dataclasses.asdict(cfg))
